@@ -69,7 +69,7 @@ def test_a_difference_in_accuracy_is_noted_with_its_uncertainty(
 def test_repeats_of_equal_accuracy_are_as_uncertain_as_their_test_set(
     tmp_path: Path, samples: int | None, is_significant: bool
 ) -> None:
-    """The drawn digits have 10,000 test samples unless told otherwise."""
+    """The digits have 10,000 test samples by default."""
     for name, accuracy in (("a", 0.9), ("b", 0.8)):
         settings = {} if samples is None else {"test_samples": samples}
         run = FakeRun(name, {"lr": accuracy, **settings}, accuracy=accuracy)

@@ -43,8 +43,10 @@ def test_one_configuration_is_nothing_to_compare(
 ) -> None:
     run = str(min(folder.iterdir()))
     assert main(["compare", run]) == 2
-    told = "holds one configuration: give two or more runs, folders of runs or studies to compare"
-    assert capsys.readouterr().err == f"paceline: error: {run} {told}\n"
+    message = (
+        "holds one configuration: give two or more runs, folders of runs or studies to compare"
+    )
+    assert capsys.readouterr().err == f"paceline: error: {run} {message}\n"
     assert main(["compare", str(folder)]) == 0
 
 
@@ -60,8 +62,8 @@ def test_a_run_is_not_compared_with_itself(
         ([str(folder), first], "runs were"),
     ):
         assert main(["compare", *paths]) == 2
-        told = f"the same {what} given twice: {paths[0]} and {paths[-1]}"
-        assert capsys.readouterr().err == f"paceline: error: {told}\n"
+        message = f"the same {what} given twice: {paths[0]} and {paths[-1]}"
+        assert capsys.readouterr().err == f"paceline: error: {message}\n"
 
 
 def test_only_what_differs_in_the_settings_is_told(folder: Path) -> None:
@@ -150,8 +152,8 @@ def test_the_terminal_prints_the_first_of_the_differences_that_the_page_has(
     assert {one.difference.comparisons for one in found} == {44}
     assert main(["compare", *paths]) == 0
     lines = " ".join(capsys.readouterr().out.split())
-    told = [one for one in found if one.name == "time per iteration"]
-    for letter, one in zip("BCDEFGH", told, strict=False):
+    message = [one for one in found if one.name == "time per iteration"]
+    for letter, one in zip("BCDEFGH", message, strict=False):
         assert (
             f"A against {letter}, time per iteration: {format_difference(one.difference)}" in lines
         )

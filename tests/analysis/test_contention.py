@@ -1,4 +1,4 @@
-"""Other processes' part of the machine: told where it is worth telling, with the answer."""
+"""CPU contention is reported if it may affect the verdict."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def test_a_busy_machine_is_told_with_the_answer_and_a_quiet_one_is_not(
     run_beside_others(tmp_path, slow, machine_percent, [60.0])
     run_beside_others(tmp_path, fast, 55.0, [100.0])
     verdict = make_verdict(collect(tmp_path).groups)
-    told = [point.text for point in findings(verdict) if point.subject == "CPU contention"]
+    message = [point.text for point in findings(verdict) if point.subject == "CPU contention"]
     if is_told:
         assert "Other processes used up to 70.0% of the CPU" in headline(verdict)
-        assert "during lr 0.01 (70.0%). Contention" in told[0]
+        assert "during lr 0.01 (70.0%). Contention" in message[0]
     else:
         assert "Other processes" not in headline(verdict)
-        assert told == []
+        assert message == []
 
 
 def one_waits_for_the_other(name: str, **settings: object) -> FakeRun:

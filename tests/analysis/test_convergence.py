@@ -37,5 +37,5 @@ def test_a_loss_has_converged_once_it_stays_near_its_end(
 
 def test_two_evaluations_do_not_tell_whether_a_loss_still_moves(tmp_path: Path) -> None:
     write_run(tmp_path, FakeRun("a"))
-    told = accuracy_answer(summarize_accuracy(collect(tmp_path).groups))
-    assert told == "lenet on digits, single: test accuracy 0.9000."
+    message = accuracy_answer(summarize_accuracy(collect(tmp_path).groups))
+    assert message == "lenet on digits, single: test accuracy 0.9000."

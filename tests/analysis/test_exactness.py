@@ -1,4 +1,4 @@
-"""Strategies that compute something else are ranked apart from exact ones, wherever it is told."""
+"""Strategies that change the result are ranked separately from exact ones in every output."""
 
 from __future__ import annotations
 

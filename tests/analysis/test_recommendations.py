@@ -44,14 +44,14 @@ def test_shares_by_speed_are_told_to_who_has_them_not_yet(
 
 
 @pytest.mark.parametrize(
-    ("mode", "told"),
+    ("mode", "message"),
     [("sync", "Try --checkpoint-mode background"), ("background", "Checkpoint less often")],
 )
-def test_checkpoints_that_cost_much_have_a_remedy(mode: str, told: str, tmp_path: Path) -> None:
+def test_checkpoints_that_cost_much_have_a_remedy(mode: str, message: str, tmp_path: Path) -> None:
     settings = {"checkpoint_every": 10, "checkpoint_mode": mode}
     phases = [{"forward": 0.01, "checkpoint": 0.01}]
     write_run(tmp_path, FakeRun("a", settings, phases))
-    assert told in steps(tmp_path)
+    assert message in steps(tmp_path)
     assert "checkpoints block training for" in steps(tmp_path)
 
 
@@ -112,26 +112,26 @@ def test_the_advice_on_a_tie_is_corrected_for_the_same_comparisons_as_the_headli
 
 def test_noise_that_is_too_large_is_said_to_be(tmp_path: Path) -> None:
     """Runs between 0.5 and 1.5: even 5% is a twentieth of the spread."""
-    told = tie(tmp_path, [0.5, 1.0, 1.5], [0.51, 1.01, 1.51])
-    assert told.startswith("Reduce the noise before comparing lr 0.01 and lr 0.02")
-    assert "too large to say which is faster" in told
+    message = tie(tmp_path, [0.5, 1.0, 1.5], [0.51, 1.01, 1.51])
+    assert message.startswith("Reduce the noise before comparing lr 0.01 and lr 0.02")
+    assert "too large to say which is faster" in message
     # By hand: 2 (1.96 + 0.84)^2 0.25 / (0.05 1.01)^2 = 1,537, and a few more as t is wider.
-    (count,) = [int(word.replace(",", "")) for word in told.split() if word[0].isdigit()
+    (count,) = [int(word.replace(",", "")) for word in message.split() if word[0].isdigit()
                 and "%" not in word and "." not in word]  # fmt: skip
     assert count == pytest.approx(1537, abs=10)
 
 
 def test_a_difference_too_small_to_matter_is_bounded_instead(tmp_path: Path) -> None:
     """Deviations of 0.1% leave room for a difference of a few tenths of a percent."""
-    told = tie(tmp_path, [0.999, 1.0, 1.001], [0.9991, 1.0, 1.0011])
-    assert told.startswith("Treat lr 0.01 and lr 0.02 as equally fast")
-    assert "they differ by at most 0.2% (95% CI)" in told
+    message = tie(tmp_path, [0.999, 1.0, 1.001], [0.9991, 1.0, 1.0011])
+    assert message.startswith("Treat lr 0.01 and lr 0.02 as equally fast")
+    assert "they differ by at most 0.2% (95% CI)" in message
 
 
 def test_repeats_for_a_difference_worth_detecting_are_told_where_this_one_needs_too_many(
     tmp_path: Path,
 ) -> None:
-    told = tie(tmp_path, [0.95, 1.0, 1.05], [0.951, 1.001, 1.051])
+    message = tie(tmp_path, [0.95, 1.0, 1.05], [0.951, 1.001, 1.051])
     # By hand: 2 (1.96 + 0.84)^2 0.0025 / 0.05^2 = 15.7, and one or two more as t is wider.
-    assert told.startswith("Run 17 repeats of lr 0.01 and lr 0.02 to detect a difference of 5%")
-    assert "the measured 0.1% would take more than 10,000" in told
+    assert message.startswith("Run 17 repeats of lr 0.01 and lr 0.02 to detect a difference of 5%")
+    assert "the measured 0.1% would take more than 10,000" in message

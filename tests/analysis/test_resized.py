@@ -135,8 +135,8 @@ def test_the_page_says_what_its_figures_are_of(run: Run) -> None:
     assert "timings cover the last world size only" in dict(document.points)["Workers changed"]
     sections = document.chapters[0].sections
     lists = [one for section in sections for one in section.blocks if isinstance(one, BulletList)]
-    told = [item for one in lists for item in one.items]
-    (text,) = [text for lead, text in told if "number of workers changed" in lead]
+    message = [item for one in lists for item in one.items]
+    (text,) = [text for lead, text in message if "number of workers changed" in lead]
     assert text.startswith(
         "2 workers at first, 1 worker from iteration 50 on, 2 workers from iteration 80 on."
     )

@@ -189,6 +189,6 @@ def test_an_approximate_strategy_is_marked_where_speedups_are_told(tmp_path: Pat
         settings = {"strategy": strategy, "batch_size": 64}
         write_run(tmp_path, FakeRun(strategy, settings, [{"forward": seconds}] * workers,
                                     more={"samples": 6400}))  # fmt: skip
-    told = scaling_answer(scaling_series(collect(tmp_path).groups))
-    assert "easgd (approximate) 2.00 times as fast" in told
-    assert "ring 1.33 times as fast" in told
+    message = scaling_answer(scaling_series(collect(tmp_path).groups))
+    assert "easgd (approximate) 2.00 times as fast" in message
+    assert "ring 1.33 times as fast" in message

@@ -53,10 +53,10 @@ def test_iterations_done_again_after_a_resume_count_once(tmp_path: Path) -> None
     ]
     path = tmp_path / "events-0.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    told = read_iterations(path)
-    assert told.seconds.tolist() == [1, 2, 5, 6]
-    assert told.losses[:2].tolist() == [4, 3]
-    assert math.isnan(told.losses[2])
+    message = read_iterations(path)
+    assert message.seconds.tolist() == [1, 2, 5, 6]
+    assert message.losses[:2].tolist() == [4, 3]
+    assert math.isnan(message.losses[2])
 
 
 def test_an_epoch_is_told_with_the_first_one_apart(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_old_records_exclude_the_first_block_of_events_and_say_where_they_cannot
 
 
 def test_the_same_work_is_meant_in_all_of_a_table_of_differences(tmp_path: Path) -> None:
-    """Two of three groups have the same batch: their difference too is told for 1,000 samples."""
+    """Two of three groups have the same batch: their difference is also per 1,000 samples."""
     for name, batch, seconds in (("a", 32, 0.010), ("b", 32, 0.011), ("c", 64, 0.030)):
         settings = {"batch_size": batch, "lr": seconds}
         run = FakeRun(name, settings, [{"forward": seconds}])

@@ -79,9 +79,9 @@ def test_a_straggler_is_named_with_what_the_others_wait(tmp_path: Path) -> None:
     fast = {**COMPUTE, "wait": 0.022}
     write_run(tmp_path, FakeRun("a", {}, [fast, fast, {"forward": 0.022, "backward": 0.018}]))
     verdict = judged(tmp_path)
-    (told,) = texts(verdict, "Straggler")
-    assert "worker 2 on node 0 computes" in told
-    assert "55.0% of their time" in told
+    (output,) = texts(verdict, "Straggler")
+    assert "worker 2 on node 0 computes" in output
+    assert "55.0% of their time" in output
     assert any("--shares auto" in step and "2.2 times" in step for step in next_steps(verdict))
 
 
@@ -108,17 +108,17 @@ def test_mostly_communication_is_network_bound_only_across_machines(
     settings = {"strategy": "allreduce", "nnodes": nodes, "nproc_per_node": 2 // nodes}
     write_run(tmp_path, FakeRun("a", settings, two_workers(0.054), nodes=nodes))
     verdict = judged(tmp_path)
-    (told,) = texts(verdict, subject)
+    (output,) = texts(verdict, subject)
     assert texts(verdict, other) == []
-    assert "75.0% exposed communication" in told
+    assert "75.0% exposed communication" in output
     assert any("--strategy overlap" in step for step in next_steps(verdict))
 
 
 def test_mostly_computing_is_compute_bound(tmp_path: Path) -> None:
     write_run(tmp_path, FakeRun("a", {}, two_workers(0.002)))
     verdict = judged(tmp_path)
-    (told,) = texts(verdict, "Compute-bound")
-    assert "90.0% compute" in told
+    (output,) = texts(verdict, "Compute-bound")
+    assert "90.0% compute" in output
     assert any(
         "4 workers" in step and "speedup of at most 1.82x" in step for step in next_steps(verdict)
     )
@@ -138,10 +138,10 @@ def test_a_cell_that_did_not_finish_is_named_and_not_ranked(status: str, tmp_pat
         ),
     )
     verdict = judged(tmp_path)
-    (told,) = texts(verdict, "Not finished")
+    (output,) = texts(verdict, "Not finished")
     cause = "no result.json" if status == "unfinished" else "the cable was cut"
-    assert told.startswith(f"lr 9: {status}: ")
-    assert cause in told
+    assert output.startswith(f"lr 9: {status}: ")
+    assert cause in output
     assert headline(verdict).startswith("lr 0.01: ")
 
 
@@ -178,8 +178,8 @@ def test_intervals_over_stretches_are_not_passed_off_as_over_repeats(tmp_path: P
     write_repeats(tmp_path, FakeRun("a", {"lr": 0.01}), (1.0, 1.01, 1.02))
     write_repeats(tmp_path, FakeRun("b", {"lr": 0.02}), (1.2, 1.21, 1.22))
     write_run(tmp_path, FakeRun("c", {"lr": 0.03}, [{"forward": 0.05}]))
-    (told,) = texts(judged(tmp_path), "Confidence")
-    assert told.startswith(
+    (output,) = texts(judged(tmp_path), "Confidence")
+    assert output.startswith(
         "intervals are over 3 repeats of each configuration (Welch's t), corrected for 3"
     )
 
@@ -195,15 +195,15 @@ def test_a_phase_that_is_less_than_half_of_a_difference_is_not_most_of_it(tmp_pa
 def test_waiting_that_is_more_than_communication_is_named_beside_computing(tmp_path: Path) -> None:
     """Computing 72%, waiting 20%, communication 8%."""
     write_run(tmp_path, FakeRun("a", {}, [{**COMPUTE, "wait": 0.005, "exchange": 0.002}] * 2))
-    (told,) = texts(judged(tmp_path), "Compute and waiting")
-    assert "20.0% waiting" in told
+    (output,) = texts(judged(tmp_path), "Compute and waiting")
+    assert "20.0% waiting" in output
 
 
 def test_accuracy_that_the_fastest_lost_is_told(tmp_path: Path) -> None:
     write_run(tmp_path, FakeRun("a", {"lr": 0.01}, [{"forward": 0.01}], accuracy=0.7))
     write_run(tmp_path, FakeRun("b", {"lr": 0.02}, [{"forward": 0.03}], accuracy=0.9))
-    (told,) = texts(judged(tmp_path), "Accuracy")
-    assert told == "the fastest reaches 0.7000, lr 0.02 reaches 0.9000, in a single run."
+    (output,) = texts(judged(tmp_path), "Accuracy")
+    assert output == "the fastest reaches 0.7000, lr 0.02 reaches 0.9000, in a single run."
 
 
 def test_a_target_that_was_reached_decides_who_is_fastest(tmp_path: Path) -> None:
@@ -326,8 +326,8 @@ def test_events_that_were_cut_short_or_lost_are_named(tmp_path: Path) -> None:
     events = whole / "events-0.jsonl"
     events.write_text("".join(events.read_text().splitlines(keepends=True)[:2]))
     (whole / "events-1.jsonl").unlink()
-    told = [(one.name, one.reason) for one in collect(tmp_path).skipped]
-    assert told == [
+    output = [(one.name, one.reason) for one in collect(tmp_path).skipped]
+    assert output == [
         ("a", "events of rank 0 end at iteration 50 of 100"),
         ("a", "events of rank 1 are missing"),
     ]
@@ -339,8 +339,8 @@ def test_a_line_that_is_lost_amid_events_is_named(tmp_path: Path) -> None:
     events = write_run(tmp_path, FakeRun("a", iterations=150)) / "events-0.jsonl"
     lines = events.read_text().splitlines(keepends=True)
     events.write_text("".join(lines[:2] + lines[3:]))
-    (told,) = collect(tmp_path).skipped
-    assert told.reason == "events of rank 0 end at iteration 50 of 150"
+    (output,) = collect(tmp_path).skipped
+    assert output.reason == "events of rank 0 end at iteration 50 of 150"
 
 
 def cluster_run(gradient_bytes: int, exchange: float, **hardware: float) -> FakeRun:
@@ -367,9 +367,9 @@ def test_communication_that_the_link_does_not_explain_is_not_network_bound(tmp_p
     write_run(tmp_path, cluster_run(204_000, 0.094))
     verdict = judged(tmp_path)
     assert texts(verdict, "Network-bound") == []
-    (told,) = texts(verdict, "Communication-bound")
-    assert "204.0 kB take 1.73 ms of the 94.00 ms at the measured 125.0 MB/s" in told
-    assert "scheduling or communication software, not the link" in told
+    (output,) = texts(verdict, "Communication-bound")
+    assert "204.0 kB take 1.73 ms of the 94.00 ms at the measured 125.0 MB/s" in output
+    assert "scheduling or communication software, not the link" in output
     assert not any("codec" in step for step in next_steps(verdict))
 
 
@@ -377,8 +377,8 @@ def test_communication_that_the_link_explains_is_network_bound(tmp_path: Path) -
     """10 MB at 125 MB/s are 80 of the 94 ms."""
     write_run(tmp_path, cluster_run(10_000_000, 0.094))
     verdict = judged(tmp_path)
-    (told,) = texts(verdict, "Network-bound")
-    assert "likely cause" not in told
+    (output,) = texts(verdict, "Network-bound")
+    assert "likely cause" not in output
     assert any("codec=fp16" in step for step in next_steps(verdict))
 
 
@@ -403,8 +403,8 @@ def test_the_remaining_cause_is_taken_from_the_records(
     hardware: dict[str, float], cause: str, tmp_path: Path
 ) -> None:
     write_run(tmp_path, cluster_run(204_000, 0.094, **hardware))
-    (told,) = texts(judged(tmp_path), "Communication-bound")
-    assert cause in told
+    (output,) = texts(judged(tmp_path), "Communication-bound")
+    assert cause in output
 
 
 def test_a_lead_that_the_correction_takes_away_is_within_noise(tmp_path: Path) -> None:
@@ -432,5 +432,5 @@ def test_a_link_that_paceline_comm_measured_is_used_as_well(tmp_path: Path) -> N
     file = tmp_path / "comm.json"
     file.write_text(json.dumps({"schema": 1, "workers": 2, "measurements": [one]}))
     points = findings(make_verdict(collect(tmp_path).groups, [file]))
-    (told,) = [point.text for point in points if point.subject == "Communication-bound"]
-    assert "408.0 kB take 41 us of the 94.00 ms at the measured 10.0 GB/s" in told
+    (output,) = [point.text for point in points if point.subject == "Communication-bound"]
+    assert "408.0 kB take 41 us of the 94.00 ms at the measured 10.0 GB/s" in output

@@ -31,7 +31,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         (["--model", "lenet5"], "unknown model 'lenet5': did you mean lenet"),
         (["--data", "digitz"], "unknown data 'digitz': did you mean digits"),
@@ -64,7 +64,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_bad_flag_is_one_line_and_leaves_nothing(
-    flags: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if "cuda" in flags:
         import torch
@@ -72,12 +72,12 @@ def test_a_bad_flag_is_one_line_and_leaves_nothing(
         if torch.cuda.is_available():
             pytest.skip("there is a CUDA device here, so asking for one is no mistake")
     line = refused(capsys, "train", *SMALL, "--out", str(tmp_path / "runs"), *flags)
-    assert told in line
+    assert message in line
     assert not list(tmp_path.glob("runs/*"))
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["train", "-o", "a\nb=1"], r"-o 'a\nb': strategy single has no such option"),
         (["train", "--a\nb"], r"unknown flag '--a\nb'"),
@@ -94,13 +94,13 @@ def test_a_bad_flag_is_one_line_and_leaves_nothing(
     ids=lambda value: ascii(value[-1]) if isinstance(value, list) else "",
 )
 def test_control_characters_of_arguments_are_escaped(
-    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert told in refused(capsys, *arguments)
+    assert message in refused(capsys, *arguments)
 
 
 @pytest.mark.parametrize(
-    ("strategy", "option", "told"),
+    ("strategy", "option", "message"),
     [
         ("ddp", "bucket_mib=1e300", "at least 0 and at most 1000000, got 1e+300"),
         ("overlap", "bucket_mib=1e300", "at least 0 and at most 1000000, got 1e+300"),
@@ -115,11 +115,11 @@ def test_control_characters_of_arguments_are_escaped(
     ],
 )
 def test_a_strategy_option_out_of_range_reports_the_range(
-    strategy: str, option: str, told: str, capsys: pytest.CaptureFixture[str]
+    strategy: str, option: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = refused(capsys, "train", *SMALL, "--strategy", strategy, "-o", option)
     name = option.partition("=")[0]
-    assert line == f"paceline: error: -o {name}: must be {told}"
+    assert line == f"paceline: error: -o {name}: must be {message}"
 
 
 @pytest.mark.parametrize(
@@ -162,18 +162,18 @@ def test_several_invalid_flags_are_reported_together(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(
-    ("place", "told"), [("/proc/nowhere", "cannot write to"), ("a-file", "--out: a-file is not")]
+    ("place", "message"), [("/proc/nowhere", "cannot write to"), ("a-file", "--out: a-file is not")]
 )
 def test_an_unwritable_output_is_one_line(
     place: str,
-    told: str,
+    message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a-file").write_text("not a folder")
-    assert told in refused(capsys, "train", *SMALL, "--out", place)
+    assert message in refused(capsys, "train", *SMALL, "--out", place)
 
 
 def test_an_existing_run_is_not_trained_over(
@@ -360,7 +360,7 @@ def test_help_does_not_import_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ("trian", "unknown command 'trian': did you mean train?"),
         ("xyzzy", "unknown command 'xyzzy': choose from demo, train, "),
@@ -376,9 +376,9 @@ def test_help_does_not_import_torch() -> None:
     ],
 )
 def test_a_mistyped_command_gets_a_hint(
-    words: str, told: str, capsys: pytest.CaptureFixture[str]
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert told in refused(capsys, *words.split())
+    assert message in refused(capsys, *words.split())
 
 
 def test_python_raises_the_errors_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -129,7 +129,7 @@ def test_tensors_on_gpus_are_summed_correctly_and_reported(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--nproc-per-node", "1"], "needs at least two workers: set --nproc-per-node 2"),
         (["--cluster", "nodes=1"], "needs at least two workers: set --nproc-per-node 2"),
@@ -145,11 +145,11 @@ def test_tensors_on_gpus_are_summed_correctly_and_reported(tmp_path: Path) -> No
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_invalid_benchmarks_are_rejected_in_one_line(
-    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["comm", *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert told in line
+    assert message in line
 
 
 @pytest.mark.parametrize("words", ["--help", "--sizes=1x"])
@@ -167,14 +167,14 @@ sys.exit("torch" in sys.modules)
 
 
 @pytest.mark.parametrize(
-    ("victim", "number", "code", "told"),
+    ("victim", "number", "code", "message"),
     [
         ("worker", signal.SIGKILL, 1, "error: rank 1 was killed by SIGKILL"),
         ("command", signal.SIGINT, 130, "stopped by SIGINT"),
     ],
 )
 def test_a_killed_worker_or_a_stopped_command_leaves_no_process(
-    victim: str, number: signal.Signals, code: int, told: str
+    victim: str, number: signal.Signals, code: int, message: str
 ) -> None:
     with Command(["-m", "paceline", "comm", *ENDLESS, "--threads", "1", "--quiet"]) as command:
         launcher = command.process.pid
@@ -185,7 +185,7 @@ def test_a_killed_worker_or_a_stopped_command_leaves_no_process(
         os.kill(launcher if victim == "command" else workers[1].pid, number)
         ended = command.end()
         wait_until(lambda: are_gone(list(workers.values())), "no worker is left")
-    assert (ended.code, ended.err) == (code, f"paceline: {told}\n")
+    assert (ended.code, ended.err) == (code, f"paceline: {message}\n")
 
 
 def test_under_torchrun_the_first_worker_writes_the_record(tmp_path: Path) -> None:

@@ -80,11 +80,11 @@ def test_a_stopped_study_names_the_command_that_resumes_it(
     monkeypatch.chdir(tmp_path)
     write_study(tmp_path, STUDY)
     assert main(words) == 130
-    told = re.fullmatch(r"paceline: stopped; resume with `(.*)`\n", capsys.readouterr().err)
-    assert told
+    message = re.fullmatch(r"paceline: stopped; resume with `(.*)`\n", capsys.readouterr().err)
+    assert message
     # Two demos within a second would share a folder's name.
     monkeypatch.setattr("time.strftime", lambda *_: "another")
-    assert main(shlex.split(told[1])[1:]) == 130
+    assert main(shlex.split(message[1])[1:]) == 130
     assert asked[0] == asked[1]
 
 
@@ -102,7 +102,7 @@ def test_show_prints_the_file_and_its_cells(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["run", "first-lok"], "unknown study 'first-lok': did you mean first-look?"),
         (["run", "first-look", "--repeats", "0"], "--repeats: must be 1 to 1000, got '0'"),
@@ -112,7 +112,7 @@ def test_show_prints_the_file_and_its_cells(capsys: pytest.CaptureFixture[str]) 
 )
 def test_a_bad_request_is_one_line(
     words: list[str],
-    told: str,
+    message: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -120,7 +120,7 @@ def test_a_bad_request_is_one_line(
     monkeypatch.chdir(tmp_path)
     assert main(["study", *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert told in line
+    assert message in line
     assert not list(tmp_path.iterdir())
 
 

@@ -33,6 +33,6 @@ def test_paragraph_is_wrapped_to_the_width(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_number_is_not_separated_from_its_unit() -> None:
-    told = paragraph("it takes 18.07 ms or 25.6 %, and so on", open_console(width=18))
-    assert told.splitlines() == ["it takes 18.07 ms", "or 25.6 %, and so", "on"]
+    message = paragraph("it takes 18.07 ms or 25.6 %, and so on", open_console(width=18))
+    assert message.splitlines() == ["it takes 18.07 ms", "or 25.6 %, and so", "on"]
     assert paragraph("it takes 18.07 ms", open_console(width=15)) == "it takes\n18.07 ms"

@@ -49,10 +49,10 @@ def test_an_empty_list_as_text_is_rejected(text: str) -> None:
 
 
 def test_all_problems_are_reported_together_with_their_flags() -> None:
-    told = problems_of(epochs="2.5", lr="fast", batch_size="0", optimizer="sdg", colour="red")
-    assert len(told) == 5
+    message = problems_of(epochs="2.5", lr="fast", batch_size="0", optimizer="sdg", colour="red")
+    assert len(message) == 5
     for flag in ("--epochs", "--lr", "--batch-size", "--optimizer", "unknown setting 'colour'"):
-        assert any(line.startswith(flag) for line in told), flag
+        assert any(line.startswith(flag) for line in message), flag
 
 
 @pytest.mark.parametrize("name", ["epochs", "iterations", "batch_size", "nproc_per_node"])
@@ -66,7 +66,7 @@ HUGE = "9" * 5000
 
 
 @pytest.mark.parametrize(
-    ("values", "told"),
+    ("values", "message"),
     [
         ({"epochs": HUGE}, "--epochs: must be at least 1 and at most 1000000, got '999"),
         ({"epochs": f"-{HUGE}"}, "--epochs: must be at least 1 and at most 1000000, got '-999"),
@@ -84,10 +84,10 @@ HUGE = "9" * 5000
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )
 def test_a_number_of_thousands_of_digits_is_rejected_in_a_short_line(
-    values: dict[str, object], told: str
+    values: dict[str, object], message: str
 ) -> None:
     (line,) = problems_of(**values)
-    assert line.startswith(told)
+    assert line.startswith(message)
     assert len(line) < 300
 
 
@@ -151,7 +151,7 @@ def test_an_impossible_recorded_setting_is_rejected(values: dict[str, object]) -
 
 
 @pytest.mark.parametrize(
-    ("values", "told"),
+    ("values", "message"),
     [
         ({"rendezvous_seconds": "1e300"}, "must be at least 0.1 and at most 604800, got 1e+300"),
         ({"timeout_seconds": "1e300"}, "must be at least 0.1 and at most 604800, got 1e+300"),
@@ -175,9 +175,9 @@ def test_an_impossible_recorded_setting_is_rejected(values: dict[str, object]) -
         ",".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else ""
     ),
 )
-def test_a_number_out_of_range_reports_the_range(values: dict[str, object], told: str) -> None:
+def test_a_number_out_of_range_reports_the_range(values: dict[str, object], message: str) -> None:
     (line,) = problems_of(**values)
-    assert told in line
+    assert message in line
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "0", "-1"])

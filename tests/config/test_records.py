@@ -58,7 +58,7 @@ def test_a_users_own_model_gives_a_plain_folder_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("{", "damaged"),
         ("[]", "no schema"),
@@ -66,10 +66,10 @@ def test_a_users_own_model_gives_a_plain_folder_name(tmp_path: Path) -> None:
         ('{"schema": 99}', "newer"),
     ],
 )
-def test_foreign_records_are_named_and_rejected(tmp_path: Path, text: str, told: str) -> None:
+def test_foreign_records_are_named_and_rejected(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "result.json"
     path.write_text(text)
-    with pytest.raises(RecordsError, match=told) as caught:
+    with pytest.raises(RecordsError, match=message) as caught:
         read_json(path)
     assert str(path) in str(caught.value)
 

@@ -33,18 +33,18 @@ def assert_same(one: Split, other: Split) -> None:
 
 
 @pytest.mark.parametrize(
-    ("samples", "free_bytes", "told"),
+    ("samples", "free_bytes", "message"),
     [
         (10**12, 78_300_000_000, "has 78.3 GB free but needs 1,025.0 TB: use fewer"),
         (10**6, 300_000_000, "has 300.0 MB free but needs 1.0 GB: use fewer"),
     ],
 )
 def test_dataset_larger_than_the_disk_is_rejected_in_readable_units(
-    samples: int, free_bytes: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    samples: int, free_bytes: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=free_bytes)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=message):
         mapped_split(tmp_path / "kept", [], lambda: iter(()), samples, (1, 32, 32))
 
 

@@ -53,7 +53,7 @@ print(path, path.exists())
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> str:
+def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
     if subprocess.run([*AS_NOBODY, "unshare", "-Urn", "true"], capture_output=True).returncode:
         pytest.skip("needs user namespaces for ordinary users")
     home = tmp_path_factory.mktemp("nobody")
@@ -66,33 +66,33 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> str:
     return done.stdout
 
 
-def test_its_nodes_have_shaped_links(said: str) -> None:
-    assert said.count("qdisc tbf") == 2
+def test_its_nodes_have_shaped_links(expected: str) -> None:
+    assert expected.count("qdisc tbf") == 2
 
 
 @pytest.mark.iperf
-def test_data_arrives_no_faster_than_the_requested_rate(said: str) -> None:
+def test_data_arrives_no_faster_than_the_requested_rate(expected: str) -> None:
     """On a busy machine slower; a link that is not shaped would be a hundred times as fast."""
-    [line] = [line for line in said.splitlines() if line.startswith("transfer ")]
+    [line] = [line for line in expected.splitlines() if line.startswith("transfer ")]
     counted_bytes, received_bytes, bits_per_second = map(float, line.split()[1:])
     assert 0 < received_bytes < counted_bytes, "of what leaves the node's own interface"
     assert 0.2 * ASKED_BITS_PER_SECOND < bits_per_second < 1.25 * ASKED_BITS_PER_SECOND
 
 
-def test_it_is_found_again_after_a_logout(said: str) -> None:
+def test_it_is_found_again_after_a_logout(expected: str) -> None:
     """$XDG_RUNTIME_DIR goes then, and clusters that were to stay do not."""
-    path = said.splitlines()[-1].split()[0]
+    path = expected.splitlines()[-1].split()[0]
     assert f"/paceline/clusters/{process_space()}/run-" in path
 
 
-def test_missing_quotas_are_reported(said: str) -> None:
-    assert "no CPU quotas" in said
+def test_missing_quotas_are_reported(expected: str) -> None:
+    assert "no CPU quotas" in expected
 
 
-def test_nodes_are_held_to_cores_instead(said: str) -> None:
-    affinities = [line.rpartition(": ")[2] for line in said.splitlines() if "affinity" in line]
+def test_nodes_are_held_to_cores_instead(expected: str) -> None:
+    affinities = [line.rpartition(": ")[2] for line in expected.splitlines() if "affinity" in line]
     assert [len(cores.split(",")) for cores in affinities] == [1, 1]
 
 
-def test_nothing_is_left_behind(said: str) -> None:
-    assert said.splitlines()[-1].endswith(" False")
+def test_nothing_is_left_behind(expected: str) -> None:
+    assert expected.splitlines()[-1].endswith(" False")

@@ -86,8 +86,8 @@ def test_a_failure_of_unknown_order_is_not_the_root_cause() -> None:
 
 @pytest.mark.parametrize(("code", "lines"), [(1, 1), (2, 20), (130, 1)])
 def test_an_ending_of_another_process_has_a_bounded_number_of_lines(code: int, lines: int) -> None:
-    told = dataclasses.asdict(Termination("line\n" * 500_000, code))
-    error = Termination.of_message(told, "termination").error()
+    message = dataclasses.asdict(Termination("line\n" * 500_000, code))
+    error = Termination.of_message(message, "termination").error()
     assert len(str(error).splitlines()) == lines
     assert len(str(error)) <= LONGEST_LINE
 

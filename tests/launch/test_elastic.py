@@ -283,7 +283,7 @@ def test_ctrl_c_on_one_node_stops_all_with_a_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         ("--batch-per-worker 4 --checkpoint-every 5", "--batch-per-worker: an elastic run keeps"),
         ("--batch-size 12", "add --checkpoint-every, such as --checkpoint-every 50"),
@@ -297,11 +297,11 @@ def test_ctrl_c_on_one_node_stops_all_with_a_checkpoint(tmp_path: Path) -> None:
     ],
 )
 def test_settings_that_cannot_be_elastic_are_rejected_in_one_line(
-    words: str, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    words: str, expected: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     fixed = ["--elastic", "2:4", "--strategy", "allreduce", "--out", str(tmp_path)]
     assert cli.main(["train", *fixed, *words.split()]) == 2
     _, err = capfd.readouterr()
-    assert said in err
+    assert expected in err
     assert err.count("\n") == 1
     assert not any(tmp_path.iterdir())

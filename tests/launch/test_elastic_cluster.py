@@ -41,8 +41,8 @@ def test_the_run_continues_without_a_disconnected_node(
     assert [world["workers"] for world in outcome.result["worlds"]] == [2, 1]
     [restart] = outcome.result["restarts"]
     assert restart["cause"] == "node 1 lost (no heartbeat for 6 s)"
-    told = capfd.readouterr().err
-    assert "continuing without node 1: lost contact with the first node" in told
+    message = capfd.readouterr().err
+    assert "continuing without node 1: lost contact with the first node" in message
 
 
 def test_a_link_that_recovers_does_not_change_the_weights(

@@ -60,9 +60,9 @@ class Table:
         self.client.ask(lambda store: store.add("nodes", count))
 
     def apply(self, *nodes: int, number: int = 0, cause: Termination | None = None) -> None:
-        told = dataclasses.asdict(cause) if cause else None
+        message = dataclasses.asdict(cause) if cause else None
         for node in nodes:
-            application = dataclasses.asdict(JoinRequest(number, told))
+            application = dataclasses.asdict(JoinRequest(number, message))
             self.client.set(f"application/{node}", application)
 
     def withdraw(self) -> None:
@@ -80,8 +80,8 @@ class Table:
 
     @property
     def nodes(self) -> list[int] | None:
-        told = self.client.get("round")
-        return told["nodes"] if told else None
+        message = self.client.get("round")
+        return message["nodes"] if message else None
 
     def begin(self, count: int) -> None:
         """A first round of all."""

@@ -61,8 +61,8 @@ def test_a_killed_worker_ends_the_run(
     with sabotage(tmp_path / "run", rank, signal.SIGKILL, while_training):
         outcome = launch(tmp_path, **TWO)
     # Gloo complains to the file of output of a peer that is killed while it connects.
-    said = ("output-",) if while_training else ()
-    check_failed(outcome, f"rank {rank} was killed by SIGKILL", PASSING + said)
+    expected = ("output-",) if while_training else ()
+    check_failed(outcome, f"rank {rank} was killed by SIGKILL", PASSING + expected)
     assert outcome.result is not None
     assert outcome.result["is_loss"], "another attempt may survive"
 
@@ -157,9 +157,9 @@ def test_only_reports_of_this_node_get_an_order_in_a_shared_folder(tmp_path: Pat
     workers._processes._processes[1] = subprocess.Popen(["false"])
     workers._processes._processes[1].wait()
     for rank, ended in enumerate([1.0, 2.0]):
-        told = {**report_of(rank), "status": "failed", "exit_code": 1, "ended": ended}
+        message = {**report_of(rank), "status": "failed", "exit_code": 1, "ended": ended}
         write_report(
-            folder, rank, parse_report({**told, "cause": f"rank {rank} failed"}, "report", rank)
+            folder, rank, parse_report({**message, "cause": f"rank {rank} failed"}, "report", rank)
         )
     termination = workers.termination(workers.codes(), SignalMonitor())
     assert termination is not None
@@ -181,7 +181,7 @@ def test_a_process_that_cannot_be_started_is_no_write_error(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         (["--model", "resnet"], "unknown model 'resnet': did you mean"),
         (["--model", "user_code:Absent"], "module user_code has no Absent"),
@@ -193,13 +193,13 @@ def test_a_process_that_cannot_be_started_is_no_write_error(
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_what_the_user_can_mend_is_one_line(
-    words: list[str], said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    words: list[str], expected: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    check_refused(words, said, tmp_path, capfd)
+    check_refused(words, expected, tmp_path, capfd)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         ("--strategy parameter_server --precision fp16", "--precision fp16: not supported by"),
         (
@@ -218,7 +218,7 @@ def test_what_the_user_can_mend_is_one_line(
 )
 def test_unsupported_settings_are_rejected_before_any_process_starts(
     words: str,
-    said: str,
+    expected: str,
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -227,17 +227,17 @@ def test_unsupported_settings_are_rejected_before_any_process_starts(
         raise AssertionError("a process was started")
 
     monkeypatch.setattr("subprocess.Popen.__init__", start)
-    check_refused(words.split(), said, tmp_path, capfd)
+    check_refused(words.split(), expected, tmp_path, capfd)
 
 
 def check_refused(
-    words: list[str], said: str, out_folder: Path, capfd: pytest.CaptureFixture[str]
+    words: list[str], expected: str, out_folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     fixed = ["--strategy", "allreduce", "--nproc-per-node", "2", "--out", str(out_folder)]
     assert cli.main(["train", *fixed, *words]) == 2
     out, err = capfd.readouterr()
     assert out == ""
     assert err.startswith("paceline: error: ")
-    assert said in err
+    assert expected in err
     assert err.count("\n") == 1
     assert not names_in(out_folder)

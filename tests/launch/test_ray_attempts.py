@@ -121,8 +121,8 @@ def test_a_restart_prefers_the_machine_that_has_the_folder(
     assert outcome.exit_code == 0
     assert script.resumed == [False, True]
     assert script.firsts == [None, "machine-7"]
-    told = "paceline: rank 1 was killed by SIGKILL: restart 1 of 3 after iteration 7\n"
-    assert capsys.readouterr().err == told
+    message = "paceline: rank 1 was killed by SIGKILL: restart 1 of 3 after iteration 7\n"
+    assert capsys.readouterr().err == message
     assert [each["iteration"] for each in read_json(outcome.folder.result_file)["restarts"]] == [7]
 
 
@@ -134,8 +134,8 @@ def test_without_checkpoints_a_run_restarts_from_the_beginning_and_reports_it(
     assert script.resumed == [False, False]
     assert script.aside == [(tmp_path / "run", "run~lost-1")], "on the machines as well"
     assert (tmp_path / "run~lost-1" / "result.json").is_file()
-    said = capsys.readouterr().err
-    assert said.endswith(
+    expected = capsys.readouterr().err
+    assert expected.endswith(
         "restart 1 of 3 from the beginning, because --checkpoint-every is not set\n"
     )
 
@@ -245,6 +245,6 @@ def test_an_unreachable_address_is_reported(monkeypatch: pytest.MonkeyPatch) -> 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
-    told = rf"at 127\.0\.0\.1:{port} \(Connection refused\)"
-    with pytest.raises(UsageError, match=told), cluster.connected(1, lambda _: None):
+    message = rf"at 127\.0\.0\.1:{port} \(Connection refused\)"
+    with pytest.raises(UsageError, match=message), cluster.connected(1, lambda _: None):
         pass

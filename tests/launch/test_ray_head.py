@@ -18,8 +18,10 @@ from paceline.launch.ray.machines import ResourceRequest, reserve_nodes
 
 def test_a_head_that_is_silent_for_a_moment_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.launch.ray.cluster.POLL_SECONDS", 0.01)
-    told = iter([None, "no route to host", "timed out", None])
-    monkeypatch.setattr("paceline.launch.ray.cluster.connection_error", lambda _: next(told, None))
+    message = iter([None, "no route to host", "timed out", None])
+    monkeypatch.setattr(
+        "paceline.launch.ray.cluster.connection_error", lambda _: next(message, None)
+    )
     with contextlib.closing(HeadMonitor("10.0.0.1:6379")) as head:
         assert head.answers()
 
@@ -116,8 +118,13 @@ def test_a_head_lost_while_waiting_for_machines_is_reported(
         return False
 
     stand_in(is_ready)
-    told = f"^lost Ray's head at {head.address}: was waiting for 2 machines with 1 free CPU each$"
-    with pytest.raises(HeadLostError, match=told), reserve_nodes(WANTED, head, 60.0, say_nothing):
+    message = (
+        f"^lost Ray's head at {head.address}: was waiting for 2 machines with 1 free CPU each$"
+    )
+    with (
+        pytest.raises(HeadLostError, match=message),
+        reserve_nodes(WANTED, head, 60.0, say_nothing),
+    ):
         pass
 
 

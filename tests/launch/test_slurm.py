@@ -47,8 +47,8 @@ def submit(out: Path, nodes: int, *words: str, **settings: Any) -> int:
     return cli.main(["slurm", "--nodes", str(nodes), "--time", "5:00", *words, *run])
 
 
-def job_of(out: Path, said: str) -> slurm.Job:
-    found = re.match(r"job (\d+): ", said)
+def job_of(out: Path, expected: str) -> slurm.Job:
+    found = re.match(r"job (\d+): ", expected)
     assert found is not None
     return slurm.Job(found[1], out / f"run.slurm-{found[1]}.txt")
 
@@ -69,22 +69,22 @@ def test_a_job_trains_what_a_local_run_trains(
     assert all(node["rss_bytes_peak"] for node in there["nodes"])
     records = {f"{kind}-{number}.jsonl" for kind in ("events", "resources") for number in range(3)}
     assert records <= names_in(out / "run")
-    said = capsys.readouterr().out
-    job = job_of(out, said)
+    expected = capsys.readouterr().out
+    job = job_of(out, expected)
     assert names_in(out) == {"run", "run.sbatch", job.output.name}
-    assert job.output.read_text() in said
-    assert "status      finished" in said
+    assert job.output.read_text() in expected
+    assert "status      finished" in expected
 
 
 def test_a_failing_worker_fails_the_job_with_the_first_cause(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert submit(tmp_path, 2, "--wait", model="user_code:Breaking") == 1
-    said = capsys.readouterr()
+    expected = capsys.readouterr()
     cause = f"ValueError: the model broke (traceback in {tmp_path / 'run' / 'traceback.txt'})"
-    assert said.err == f"paceline: error: {cause}\n"
+    assert expected.err == f"paceline: error: {cause}\n"
     assert read_json(tmp_path / "run" / "result.json")["cause"] == cause
-    assert slurm.job_state(job_of(tmp_path, said.out)) == "FAILED"
+    assert slurm.job_state(job_of(tmp_path, expected.out)) == "FAILED"
 
 
 def test_a_cancelled_job_stops_workers_and_servers(
@@ -109,8 +109,8 @@ def test_a_job_that_slurm_rejects_is_reported_and_leaves_no_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert submit(tmp_path, 1, "--partition", "absent") == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith("paceline: error: sbatch rejected the job: ")
-    assert said.err.count("\n") == 1
+    expected = capsys.readouterr()
+    assert expected.out == ""
+    assert expected.err.startswith("paceline: error: sbatch rejected the job: ")
+    assert expected.err.count("\n") == 1
     assert not names_in(tmp_path)

@@ -72,7 +72,7 @@ def test_a_run_is_resumed_with_as_many_workers_as_it_had(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         (["--nodes", "0"], ["--nodes: must be a number above 0, got '0'"]),
         (["--time", "soon"], ["--time: must be minutes, hours:minutes:seconds or"]),
@@ -87,12 +87,12 @@ def test_a_run_is_resumed_with_as_many_workers_as_it_had(
     ],
 )
 def test_invalid_flags_are_rejected_before_submission(
-    words: list[str], said: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], expected: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["slurm", *OWN, *words, "--out", str(tmp_path)]) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == len(said)
-    for line, beginning in zip(lines, said, strict=True):
+    assert len(lines) == len(expected)
+    for line, beginning in zip(lines, expected, strict=True):
         assert line.startswith(f"paceline: error: {beginning}")
     assert not names_in(tmp_path)
 
@@ -136,8 +136,8 @@ def test_a_job_that_leaves_no_result_is_a_failure(
     stand_in(programs, "scontrol", scontrol)
     assert cli.main(["slurm", "--wait", *OWN, "--out", str(tmp_path), "--name", "run"]) == 1
     output = tmp_path / "run.slurm-7.txt"
-    told = f"paceline: error: job 7 ended as {state} without a result: see {output}\n"
-    assert capsys.readouterr().err == told
+    message = f"paceline: error: job 7 ended as {state} without a result: see {output}\n"
+    assert capsys.readouterr().err == message
 
 
 def test_ctrl_c_while_waiting_does_not_affect_the_job(

@@ -134,9 +134,9 @@ def test_a_run_name_with_a_path_is_rejected(name: object, store: Store, tmp_path
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("told", ["5", "[]", "{}", "null", "{", '{"id": "run"}'])
-def test_a_malformed_folder_is_one_line(told: str, store: Store, tmp_path: Path) -> None:
-    store.set("folder", told)
+@pytest.mark.parametrize("message", ["5", "[]", "{}", "null", "{", '{"id": "run"}'])
+def test_a_malformed_folder_is_one_line(message: str, store: Store, tmp_path: Path) -> None:
+    store.set("folder", message)
     with pytest.raises(RunError, match="malformed") as error:
         joined(store, tmp_path / "out", rank=1).agree_on_folder(None)
     one_line(error)
@@ -164,23 +164,23 @@ def test_a_run_name_of_an_elastic_run_is_checked_as_well(
 ) -> None:
     config = from_mapping({"elastic": "1:2", "out": str(tmp_path / "deep" / "out")})
     given = elastic._Setup(config, client, 1, None, True, SignalMonitor())
-    told = {"id": "../../up", "mark": "launch-0.json", "config": config.to_dict()}
-    client.set("run", told)
+    message = {"id": "../../up", "mark": "launch-0.json", "config": config.to_dict()}
+    client.set("run", message)
     with pytest.raises(RunError, match="malformed run name"):
         elastic._OtherNode(given, elastic._await_run(given)).joined().__enter__()
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("told", ["5", "[]", '{"lr": 3}', "{", "[" * 100_000])
-def test_malformed_settings_are_one_line(told: str, store: Store, tmp_path: Path) -> None:
-    store.set("config/1", told)
+@pytest.mark.parametrize("message", ["5", "[]", '{"lr": 3}', "{", "[" * 100_000])
+def test_malformed_settings_are_one_line(message: str, store: Store, tmp_path: Path) -> None:
+    store.set("config/1", message)
     with pytest.raises(RunError, match="malformed") as error:
         NodeCoordinator(from_mapping(settings(tmp_path, 0)))
     one_line(error)
 
 
 @pytest.mark.parametrize(
-    "told",
+    "message",
     [
         "5",
         "[]",
@@ -195,11 +195,11 @@ def test_malformed_settings_are_one_line(told: str, store: Store, tmp_path: Path
     ],
 )
 def test_a_malformed_ending_of_another_node_is_a_failure_in_one_line(
-    told: str, store: Store, tmp_path: Path
+    message: str, store: Store, tmp_path: Path
 ) -> None:
     here = joined(store, tmp_path)
     folder = here.agree_on_folder(RunFolder.create(from_mapping(settings(tmp_path, 0))))
-    store.set("ended/1", told)
+    store.set("ended/1", message)
     termination = here.exchange_terminations(None, folder, [])
     assert termination is not None
     assert (termination.status, termination.exit_code) == ("failed", 1)
@@ -305,27 +305,29 @@ def test_workers_send_only_their_own_files(
     assert folder.config_file.read_bytes() == before
 
 
-@pytest.mark.parametrize("told", ['{"number": "x"}', "5", "{", '{"number": 1, "cause": {}}'])
-def test_a_malformed_join_request_is_one_line(told: str, store: Store, client: StoreClient) -> None:
+@pytest.mark.parametrize("message", ['{"number": "x"}', "5", "{", '{"number": 1, "cause": {}}'])
+def test_a_malformed_join_request_is_one_line(
+    message: str, store: Store, client: StoreClient
+) -> None:
     config = from_mapping({"elastic": "1:2"})
     leader = RoundLeader(config, client, lambda: None)
     client.register()
-    store.set("application/0", told)
+    store.set("application/0", message)
     with pytest.raises(RunError, match="malformed") as error:
         leader.try_form_round()
     one_line(error)
 
 
 @pytest.mark.parametrize("key", ["round", "regroup", "end"])
-@pytest.mark.parametrize("told", ["5", "{", '{"number": "x", "nodes": [0], "iteration": null}'])
+@pytest.mark.parametrize("message", ["5", "{", '{"number": "x", "nodes": [0], "iteration": null}'])
 def test_a_malformed_round_is_one_line(
-    key: str, told: str, store: Store, client: StoreClient, monkeypatch: pytest.MonkeyPatch
+    key: str, message: str, store: Store, client: StoreClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rounds = ElasticRendezvous(client, 0, "127.0.0.1", 1)
     store.set("round", '{"number": 0, "nodes": [0], "iteration": null}')
     if key != "round":
         rounds.next_rendezvous()
-    store.set(key, told)
+    store.set(key, message)
     rounds._checked_at = -1000.0
     with pytest.raises(RunError, match="malformed") as error:
         rounds.next_rendezvous() if key == "round" else rounds.num_nodes_waiting()

@@ -1,4 +1,4 @@
-"""Studies of several parts: each is told by itself, with what it asks for."""
+"""Studies of several parts: each part has its own verdict and sections."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def test_cells_whose_turn_has_not_come_are_named_together(tmp_path: Path) -> Non
     assert [(point.subject, point.text) for point in findings(verdict)] == [
         ("Not run yet", "rate 0.01; rate 0.02")
     ]
-    told = [(point.subject, point.text) for point in findings(make_verdict(second.groups))]
-    assert ("Not finished", "rate 0.03: skipped: needs a GPU") in told
+    message = [(point.subject, point.text) for point in findings(make_verdict(second.groups))]
+    assert ("Not finished", "rate 0.03: skipped: needs a GPU") in message
 
 
 def test_parts_with_titles_that_sound_alike_have_figures_of_their_own(tmp_path: Path) -> None:

@@ -144,12 +144,12 @@ def test_traffic_and_bandwidth_are_means_over_the_repeats(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("hidden", "told"),
+    ("hidden", "message"),
     # 4 ms overlapped beside 6 ms of exposed communication.
     [(0.004, ("4.00 ms", "40.0%")), (0.0, ("0 us", "0.0%")), (None, ("not measured",) * 2)],
 )
 def test_overlapped_communication_is_a_figure_or_not_measured(
-    hidden: float | None, told: tuple[str, str], tmp_path: Path
+    hidden: float | None, message: tuple[str, str], tmp_path: Path
 ) -> None:
     run = FakeRun("a", {"strategy": "ddp"}, [{"forward": 0.01, "exchange": 0.006}] * 2)
     run.hidden = hidden
@@ -157,7 +157,7 @@ def test_overlapped_communication_is_a_figure_or_not_measured(
     write_run(tmp_path, FakeRun("b", {}, [{"forward": 0.02}]))
     groups = collect(tmp_path).groups
     first, alone = rows_of(groups, "phases", "overlapped communication")
-    assert (first["overlapped communication"], first["overlapped share"]) == told
+    assert (first["overlapped communication"], first["overlapped share"]) == message
     assert alone["overlapped communication"] == "none"
 
 

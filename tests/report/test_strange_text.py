@@ -16,13 +16,13 @@ def test_a_name_that_is_no_text_costs_no_report(tmp_path: Path) -> None:
     path = write_run(tmp_path, FakeRun("a", more=odd))
     path.rename(os.fsdecode(os.fsencode(tmp_path) + b"/\xff-run"))
     write_run(tmp_path, FakeRun("b", {"lr": 0.5}))
-    told = subprocess.run(
+    message = subprocess.run(
         [sys.executable, "-m", "paceline", "report", str(tmp_path)],
         capture_output=True,
         check=True,
         # A terminal with next to no letters at all.
         env={**os.environ, "PYTHONIOENCODING": "ascii"},
     )
-    assert told.stderr == b""
+    assert message.stderr == b""
     assert "?-run" in (tmp_path / "report.html").read_text("utf-8")
     assert "?-run" in (tmp_path / "report.md").read_text("utf-8")

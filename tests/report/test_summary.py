@@ -29,10 +29,10 @@ def test_restarts_are_told_with_their_causes(
         {"cause": "rank 1 was killed by SIGKILL", "iteration": 240, "seconds": 1.0},
         {"cause": "node 1 lost", "iteration": 0, "seconds": 2.0},
     ]
-    told = account(tmp_path, capsys, restarts=restarts)
+    message = account(tmp_path, capsys, restarts=restarts)
     assert (
         "restarts 2: rank 1 was killed by SIGKILL (restarted from iteration 240);"
-        " node 1 lost (restarted from the beginning)" in told
+        " node 1 lost (restarted from the beginning)" in message
     )
 
 
@@ -46,10 +46,10 @@ def test_the_start_up_of_the_first_worker_is_shown(
         "imports": 2.0, "rendezvous": 0.0, "data": 0.25, "model": 0.125,
     }  # fmt: skip
     print_summary(folder, result)
-    told = " ".join(capsys.readouterr().out.split())
+    message = " ".join(capsys.readouterr().out.split())
     assert (
         "start-up rank 0 before its first iteration:"
-        " imports 2.00 s, data 250.00 ms, model 125.00 ms" in told
+        " imports 2.00 s, data 250.00 ms, model 125.00 ms" in message
     )
 
 
@@ -72,10 +72,10 @@ def test_iteration_times_are_the_mean_over_all_workers(
             "median": 0.002 * factor, "mean": 0.003 * factor, "p95": 0.004 * factor, "first": None,
         }  # fmt: skip
     print_summary(folder, result)
-    told = " ".join(capsys.readouterr().out.split())
+    message = " ".join(capsys.readouterr().out.split())
     assert (
         "iterations 4; step time 4.00 ms (median), 6.00 ms (mean), 8.00 ms (p95), the first -,"
-        " averaged over 2 workers" in told
+        " averaged over 2 workers" in message
     )
 
 
@@ -86,8 +86,8 @@ def test_the_step_time_of_an_asynchronous_run_is_the_reports(
     result = folder.read_result()
     assert result is not None
     print_summary(folder, result)
-    told = " ".join(capsys.readouterr().out.split())
-    assert "step time 10.00 ms (mean, all workers together); per worker 15.00 ms" in told
+    message = " ".join(capsys.readouterr().out.split())
+    assert "step time 10.00 ms (mean, all workers together); per worker 15.00 ms" in message
 
 
 @pytest.mark.parametrize("status", ["diverged", "failed", "stopped"])
@@ -100,8 +100,8 @@ def test_a_synchronous_run_that_timed_more_iterations_than_it_counts_is_not_asyn
     result["iterations"] = 3
     folder.write_result(result)
     print_summary(folder, result)
-    told = " ".join(capsys.readouterr().out.split())
-    assert "iterations 3; step time 20.00 ms (median), 20.00 ms (mean)," in told
+    message = " ".join(capsys.readouterr().out.split())
+    assert "iterations 3; step time 20.00 ms (median), 20.00 ms (mean)," in message
     assert open_run(folder.path).iteration_seconds == pytest.approx(0.02)
 
 
@@ -113,8 +113,8 @@ def test_overlapped_communication_that_was_not_measured_is_said_to_be(
     result = folder.read_result()
     assert result is not None
     print_summary(folder, result)
-    told = " ".join(capsys.readouterr().out.split())
-    assert "overlapped communication was not measured" in told
+    message = " ".join(capsys.readouterr().out.split())
+    assert "overlapped communication was not measured" in message
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -122,8 +122,8 @@ def test_the_machine_whose_resources_are_shown_is_named_where_there_are_several(
     count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     node = {"cpu_percent_mean": 50.0, "rss_bytes_mean": 1e6, "rss_bytes_peak": 2e6}
-    told = account(tmp_path, capsys, nodes=[node] * count)
-    assert ("peak; the first of 3 machines" in told) == (count == 3)
+    message = account(tmp_path, capsys, nodes=[node] * count)
+    assert ("peak; the first of 3 machines" in message) == (count == 3)
 
 
 @pytest.mark.parametrize(
@@ -143,32 +143,34 @@ def test_cpu_use_of_other_processes_is_a_warning(
     """On two cores, of which the run uses a tenth of one: 5 % of the machine."""
     node = {"cpu_percent_mean": 10.0, "machine_cpu_percent_mean": machine_percent,
             "rss_bytes_mean": 1e6, "rss_bytes_peak": 2e6}  # fmt: skip
-    told = account(tmp_path, capsys, nodes=[node])
+    message = account(tmp_path, capsys, nodes=[node])
     line = "warning other processes used 92% of the CPU; timings are not representative"
-    assert (line in told) == is_told
-    assert ("other processes" in told) == is_told
+    assert (line in message) == is_told
+    assert ("other processes" in message) == is_told
 
 
 @pytest.mark.parametrize("changes", [{}, {"workers": []}])
 def test_each_warning_has_a_row(
     changes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = account(tmp_path, capsys, warnings=["the link is slow", "the disk is full"], **changes)
-    assert "warning the link is slow warning the disk is full" in told
+    message = account(
+        tmp_path, capsys, warnings=["the link is slow", "the disk is full"], **changes
+    )
+    assert "warning the link is slow warning the disk is full" in message
 
 
 def test_an_undisturbed_run_has_no_such_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = account(tmp_path, capsys)
-    assert "restarts" not in told
-    assert "warning" not in told
+    message = account(tmp_path, capsys)
+    assert "restarts" not in message
+    assert "warning" not in message
 
 
 def test_what_was_not_evaluated_has_no_row(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     final = {"train_loss": 0.25, "test_loss": None, "test_accuracy": None}
-    told = account(tmp_path, capsys, final=final)
-    assert "test set" not in told
-    assert "training loss 0.2500" in told
+    message = account(tmp_path, capsys, final=final)
+    assert "test set" not in message
+    assert "training loss 0.2500" in message

@@ -1,4 +1,4 @@
-"""What is wrong with a study file is told with its line, all of it at once."""
+"""All errors of a study file are reported at once, each with its line."""
 
 from __future__ import annotations
 
@@ -222,8 +222,8 @@ def test_problems_of_keys_axes_names_and_values_are_reported_together(tmp_path: 
           - {label: a, lr: 1}
           - {label: b, lr: 1.0}
     """
-    told = problems(tmp_path, text)
-    assert [problem.split(":")[1] for problem in told] == [
+    output = problems(tmp_path, text)
+    assert [problem.split(":")[1] for problem in output] == [
         "3",
         "4",
         "6",
@@ -236,7 +236,7 @@ def test_problems_of_keys_axes_names_and_values_are_reported_together(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "output"),
     [
         ("base: {seed: 1\n", "mine.yaml:2: not YAML"),
         ("", "is empty"),
@@ -246,8 +246,8 @@ def test_problems_of_keys_axes_names_and_values_are_reported_together(tmp_path: 
         ("a: &a [1, 1]\nb: &b [*a, *a]\nc: &c " + "[*b, *b]\n", "unknown key 'a'"),
     ],
 )
-def test_a_file_with_unsupported_yaml_is_rejected(text: str, told: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=told):
+def test_a_file_with_unsupported_yaml_is_rejected(text: str, output: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=output):
         planned(tmp_path, text)
 
 

@@ -141,7 +141,7 @@ def test_the_command_of_a_cell_has_its_settings(name: str) -> None:
 
 
 def test_a_cell_gets_sigterm_when_its_runner_is_killed(tmp_path: Path) -> None:
-    told = tmp_path / "told"
+    message = tmp_path / "message"
     program = (
         "import signal, sys, time\n"
         "def stop(*_): open(sys.argv[1], 'w').close(); sys.exit()\n"
@@ -155,14 +155,14 @@ def test_a_cell_gets_sigterm_when_its_runner_is_killed(tmp_path: Path) -> None:
         "child.stdout.readline(); print(child.pid, flush=True); child.wait()"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", runner, program, str(told)], stdout=subprocess.PIPE
+        [sys.executable, "-c", runner, program, str(message)], stdout=subprocess.PIPE
     )
     with process:
         assert process.stdout is not None
         child = psutil.Process(int(process.stdout.readline()))
         process.kill()
         child.wait(LIMIT_SECONDS)
-    assert told.exists()
+    assert message.exists()
 
 
 def test_a_cell_that_ignores_sigterm_is_killed(

@@ -80,5 +80,7 @@ def echoes_unchanged(cluster: EmulatedCluster, source: int, echo: int, count_byt
     with subprocess.Popen(cluster.command(echo, argv), stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         port = process.stdout.readline().decode().strip()
-        said = run_python_on_node(cluster, source, THERE_AND_BACK, address, port, str(count_bytes))
-    return said == "True"
+        expected = run_python_on_node(
+            cluster, source, THERE_AND_BACK, address, port, str(count_bytes)
+        )
+    return expected == "True"

@@ -97,8 +97,8 @@ def test_a_second_ctrl_c_exits_silently(tmp_path: Path) -> None:
                 process.wait(0.02)
                 break
         process.kill()
-        said, complaints = process.communicate(timeout=20)
-    assert said + complaints == ""
+        expected, complaints = process.communicate(timeout=20)
+    assert expected + complaints == ""
     # A shell tells both as 130: ended by itself, or by the signal once it was leaving.
     assert process.returncode in (130, -signal.SIGINT)
 
@@ -187,8 +187,8 @@ def test_listening_everywhere_is_rejected(
     from paceline.cli import main
 
     assert main(["ui", str(tmp_path), "--host", host, "--port", "0"]) == 2
-    told = f"--host {host}: give one address or name of this machine"
-    assert told in capsys.readouterr().err
+    message = f"--host {host}: give one address or name of this machine"
+    assert message in capsys.readouterr().err
 
 
 def test_a_port_in_use_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,8 +197,8 @@ def test_a_port_in_use_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[st
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["ui", str(tmp_path), "--port", str(port)]) == 2
-    told = f"port {port} on 127.0.0.1 is in use: choose another --port"
-    assert capsys.readouterr().err == f"paceline: error: {told}\n"
+    message = f"port {port} on 127.0.0.1 is in use: choose another --port"
+    assert capsys.readouterr().err == f"paceline: error: {message}\n"
 
 
 def test_the_page_can_be_opened_before_there_is_a_run(

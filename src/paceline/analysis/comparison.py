@@ -139,7 +139,7 @@ def read_comparison(paths: Sequence[str]) -> Comparison:
 
 
 def _check_distinct(paths: Sequence[str], collections: Sequence[RunCollection]) -> None:
-    """Refuse to compare runs with themselves."""
+    """Reject comparisons of runs with themselves."""
     runs = [{run.fingerprint for run in collection.runs} for collection in collections]
     for second, later in enumerate(runs):
         for first, earlier in enumerate(runs[:second]):

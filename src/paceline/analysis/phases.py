@@ -27,7 +27,7 @@ from paceline.measure.startup import STARTUP_PARTS
 from paceline.records import BETWEEN_ITERATIONS, PHASES
 
 COMPUTE_PHASES = ("input", "forward", "backward", "update")
-BESIDE = 0.002
+MAX_OUTSIDE_SHARE = 0.002
 """Time outside iterations is subtracted if it exceeds this share of their time."""
 OUTSIDE = BETWEEN_ITERATIONS
 BOTTLENECK_SHARE = 0.5
@@ -175,8 +175,8 @@ def _with_first(
         count = (timing.count if timing else 0) or run.iterations
         return whole, 0 if run.is_resized else count
     spent, written = math.fsum(whole.values()), math.fsum(timing.phases.values())
-    beside = spent - timing.total
-    is_near = beside <= BESIDE * timing.total or abs(written - timing.total) > beside
+    outside = spent - timing.total
+    is_near = outside <= MAX_OUTSIDE_SHARE * timing.total or abs(written - timing.total) > outside
     if is_near and not run.is_resized:
         return whole, timing.count
     return _with_waits(timing.phases, whole), timing.count

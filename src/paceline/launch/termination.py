@@ -107,7 +107,7 @@ def read_failures(
     orders: Mapping[int, int],
     board: FailureBoard | None,
 ) -> list[Termination]:
-    """What processes of this node reported, in files or, if the disk refused them, on the board."""
+    """Failures of this node's processes, from files or, if a disk was full, from the board."""
     failures = []
     for rank in ranks:
         failure = read_failure(folder, rank)

@@ -223,7 +223,7 @@ def connect_workers(
 
 
 def has_own_gpu(rank_info: RankInfo) -> bool:
-    """Whether every worker of this machine has a GPU of its own, as NCCL requires."""
+    """Whether every worker of this machine has its own GPU, as NCCL requires."""
     if CLUSTER_VARIABLE in os.environ:
         # Nodes of an emulated cluster share GPUs, and NCCL would bypass their links.
         return False

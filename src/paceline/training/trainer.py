@@ -55,7 +55,7 @@ from paceline.training.step import TrainStep
 
 @dataclass(slots=True)
 class Prepared:
-    """What a worker needs besides the other ranks; nothing of it communicates yet."""
+    """What a worker prepares before it communicates with the other ranks."""
 
     dataset: Dataset
     model: nn.Module
