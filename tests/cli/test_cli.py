@@ -279,7 +279,7 @@ def test_train_prints_the_console_columns_and_the_account(
     assert main(["train", *SMALL, "--out", str(tmp_path), "--name", "run"]) == 0
     out = capsys.readouterr().out
     heading = next(line for line in out.splitlines() if "epoch" in line)
-    for column in ("epoch", "rank", "val loss", "val acc", "lr", "wall s"):
+    for column in ("epoch", "rank", "test loss", "test acc", "lr", "wall s"):
         assert column in heading
     for word in ("forward", "backward", "accuracy", "finished", str(tmp_path / "run")):
         assert word in out.replace("\n", "") or word in out

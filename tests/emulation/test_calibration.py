@@ -18,8 +18,8 @@ def test_only_deviations_over_ten_percent_are_reported() -> None:
     slow = Measured("bandwidth in", 3, 1e9, 8.723e8, "bit/s")
     warnings = Calibration([near, off, slow]).warnings()
     assert warnings == [
-        "the emulated cluster's round trip is 0.0012 s, +20% from the requested 0.001 s",
-        "the emulated cluster's bandwidth in (node 3) is 872.3 Mbit/s, -13% from the"
+        "emulated cluster: round trip measured at 0.0012 s, +20% from the requested 0.001 s",
+        "emulated cluster: bandwidth in (node 3) measured at 872.3 Mbit/s, -13% from the"
         " requested 1 Gbit/s",
     ]
 

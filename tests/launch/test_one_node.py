@@ -67,7 +67,7 @@ def test_only_the_first_worker_is_seen(talkative_run: Run) -> None:
     folder, ended = talkative_run
     assert "hello from 0" in ended.out
     assert "hello from 1" not in ended.out
-    assert ended.out.count("val loss") == 1
+    assert ended.out.count("test loss") == 1
     assert (folder / "output-0.txt").read_text() == "a warning of 0\n"
     # Which of the two streams is flushed first is Python's affair.
     lines = (folder / "output-1.txt").read_text().splitlines()

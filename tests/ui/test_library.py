@@ -183,6 +183,13 @@ def test_a_study_counts_the_statuses_of_its_cells(tmp_path: Path) -> None:
     assert (entry.status, entry.cause) == ("unfinished", "2 of 4 cells, 1 failed")
 
 
+def test_cells_that_share_a_run_count_once(tmp_path: Path) -> None:
+    study = a_study(tmp_path / "study", "a", "b", "a")
+    write_run(study.cells, FakeRun(name="a"))
+    entry = next(entry for entry in RunIndex(tmp_path).entries() if entry.kind == "study")
+    assert (entry.status, entry.cause) == ("unfinished", "1 of 2 cells")
+
+
 def test_a_follower_returns_each_complete_line_once(tmp_path: Path) -> None:
     folder = begun(tmp_path, "one")
     follower = Follower(folder.path)

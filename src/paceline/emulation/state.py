@@ -60,8 +60,9 @@ class Calibration:
     def warnings(self) -> list[str]:
         """One line for each measurement that deviates from the request by over 10%."""
         return [
-            f"the emulated cluster's {item.what}{_of(item.node)} is {amount(item.got, item.unit)},"
-            f" {100 * item.deviation:+.0f}% from the requested {amount(item.asked, item.unit)}"
+            f"emulated cluster: {item.what}{_of(item.node)} measured at"
+            f" {amount(item.got, item.unit)}, {100 * item.deviation:+.0f}% from the requested"
+            f" {amount(item.asked, item.unit)}"
             for item in self.measured
             if item.asked is not None and item.is_off
         ]

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TextIO
 
 COLUMNS_VARIABLE = "PACELINE_COLUMNS"
 """Width of the terminal if another process displays the output of this one."""
-COLUMNS = "   epoch  rank  val loss  val acc         lr    wall s  samples/s"
+COLUMNS = "   epoch  rank test loss test acc         lr    wall s  samples/s"
 MAX_BAR_COLUMNS = 18
 MAX_FIXED_LOSS = 1e4
 """Larger losses do not fit the column with four decimals."""

@@ -269,7 +269,9 @@ def _progress(events: Path) -> dict[str, Any]:
 def _study_entry(path: Path, blank: Entry) -> Entry:
     folder = StudyFolder(path)
     study = folder.read()
-    statuses = Counter(_status(folder, cell) for cell in study.cells)
+    # Parts of a study may share runs.
+    cells = {cell.run: cell for cell in study.cells}.values()
+    statuses = Counter(_status(folder, cell) for cell in cells)
     done = sum(statuses.pop(status, 0) for status in DONE)
     others = (
         f"{count} {status}" for status, count in statuses.items() if status in PROBLEM_STATUSES
@@ -278,7 +280,7 @@ def _study_entry(path: Path, blank: Entry) -> Entry:
         blank,
         kind="study",
         status="unfinished" if statuses else "finished",
-        cause=", ".join([f"{done} of {len(study.cells)} cells", *others]),
+        cause=", ".join([f"{done} of {len(cells)} cells", *others]),
     )
 
 
