@@ -220,7 +220,7 @@ def stall(communicator: Communicator) -> str:
 
 def test_stalled_peer_is_an_error_after_the_timeout(pool: WorkerPool) -> None:
     error = pool.run(2, stall, fresh=True, timeout_seconds=1.0)[0]
-    assert error == "rank 0: all_reduce with rank 1: no response within 1 s"
+    assert error == "rank 0: all_reduce with rank 1: no response within the timeout of 1 s"
 
 
 POLLING_SECONDS = 20.0
@@ -279,7 +279,7 @@ def poll_after_stop(communicator: Communicator) -> str:
 
 def test_polling_completes_with_an_error_after_the_timeout(pool: WorkerPool) -> None:
     error = pool.run(2, poll_after_stop, fresh=True, timeout_seconds=1.0)[0]
-    assert error == "rank 0: all_reduce with rank 1: no response within 1 s"
+    assert error == "rank 0: all_reduce with rank 1: no response within the timeout of 1 s"
 
 
 def searches_while_polling(communicator: Communicator) -> int:
