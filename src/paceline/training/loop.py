@@ -268,7 +268,7 @@ class _InOrder:
 class _FromServers:
     """Assignments of asynchronous training: parameter servers give shards to ranks on request.
 
-    They also tell all ranks when to meet for a checkpoint or to stop, because only one rank may
+    The servers also decide for all ranks when to checkpoint or stop, because only one rank may
     know that a stop was requested or that the target accuracy is reached.
     """
 
