@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
@@ -39,6 +39,8 @@ class Entry:
     """Arguments that the name passes to its target."""
     tags: frozenset[str] = frozenset()
     """Properties that can be read without importing the target."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Documented options, which `paceline list` shows without importing the target."""
 
 
 class Registry(Generic[T]):
@@ -49,12 +51,19 @@ class Registry(Generic[T]):
         self._entries: dict[str, Entry] = {}
 
     def register(
-        self, name: str, target: str, summary: str, *, tags: Iterable[str] = (), **preset: object
+        self,
+        name: str,
+        target: str,
+        summary: str,
+        *,
+        tags: Iterable[str] = (),
+        options: Mapping[str, str] | None = None,
+        **preset: object,
     ) -> None:
         """Add an entry; raises ValueError if the name is already registered."""
         if name in self._entries:
             raise ValueError(f"{self.kind} {name!r} is already registered")
-        self._entries[name] = Entry(name, target, summary, preset, frozenset(tags))
+        self._entries[name] = Entry(name, target, summary, preset, frozenset(tags), options or {})
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._entries.values())

@@ -7,7 +7,7 @@ import pytest
 from paceline.config import from_mapping
 from paceline.report.sections import unknown
 from paceline.study import catalogue
-from paceline.study.cells import Plan, check_strategies, load
+from paceline.study.cells import Plan, check_parts, load
 
 REFERENCES = (
     "first-look",
@@ -30,7 +30,7 @@ def test_there_is_a_study_for_each_reference_experiment() -> None:
 @pytest.mark.parametrize("scale", ["quick", "full"])
 @pytest.mark.parametrize("name", REFERENCES)
 def test_every_cell_is_one_that_a_run_would_accept(name: str, scale: str) -> None:
-    check_strategies(plan_of(name, scale))
+    check_parts(plan_of(name, scale))
 
 
 @pytest.mark.parametrize("name", REFERENCES)

@@ -75,4 +75,5 @@ def test_user_defined_models_and_data_have_no_estimate(settings: dict[str, objec
 
 @pytest.mark.parametrize("model", [entry.name for entry in MODELS])
 def test_a_step_of_every_model_can_be_timed(model: str) -> None:
-    assert 0 < duration.time_sample(model, (3, 32, 32), 10) < math.inf
+    outline = DatasetInfo((3, 32, 32), 10, train_samples=1, test_samples=1)
+    assert 0 < duration.time_sample(from_mapping({"model": model}), outline) < math.inf

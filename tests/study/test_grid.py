@@ -58,6 +58,23 @@ def test_a_label_names_the_setting_of_a_plain_axis(tmp_path: Path) -> None:
     assert cell.label == "mode async, batch size 64, reshuffle off"
 
 
+def test_model_options_are_an_axis_like_strategy_options(tmp_path: Path) -> None:
+    text = """
+        base: {model: vgg11, model_options.width: 0.5}
+        grid:
+          model_options.width: [0.25, 1]
+        include:
+          - {label: default, model_options: null}
+    """
+    plan = planned(tmp_path, text)
+    assert [cell.label for cell in plan.study.cells] == ["width 0.25", "width 1", "default"]
+    assert [config.model_options for config in plan.configs.values()] == [
+        {"width": "0.25"},
+        {"width": "1"},
+        {},
+    ]
+
+
 def test_axes_of_emulated_machines_change_the_cluster_alone(tmp_path: Path) -> None:
     text = """
         base: {strategy: ddp, cluster: {nodes: 2, bandwidth: 1gbit}}

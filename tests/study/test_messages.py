@@ -8,14 +8,14 @@ import pytest
 
 from paceline.errors import ConfigError, UsageError
 from paceline.study import catalogue
-from paceline.study.cells import check_strategies, load
+from paceline.study.cells import check_parts, load
 from tests.support.study_files import planned, write_study
 
 
 def problems(folder: Path, text: str) -> list[str]:
     """The messages without the folder before the file's name."""
     with pytest.raises(ConfigError) as caught:
-        check_strategies(planned(folder, text))
+        check_parts(planned(folder, text))
     return [problem.removeprefix(f"{folder}/") for problem in caught.value.problems]
 
 
@@ -68,7 +68,16 @@ def problems(folder: Path, text: str) -> list[str]:
         (
             "base:\n  strategy: easgd\n  options:\n    tua: 3\n",
             "mine.yaml:4: base.options.tua: strategy easgd has no such option;"
-            " it has tau, alpha, algorithm",
+            " it has tau, alpha, algorithm (did you mean tau?)",
+        ),
+        (
+            "base:\n  model: vgg11\n  model_options.widht: 3\n",
+            "mine.yaml:3: base.model_options.widht: model vgg11 has no such option;"
+            " it has width (did you mean width?)",
+        ),
+        (
+            "base:\n  model: vgg11\n  model_options: {width: -1}\n",
+            "mine.yaml:3: base.model_options.width: must be above 0 and at most 64, got '-1'",
         ),
         (
             "grid:\n  nproc_per_node: [1, 2, 3]\n  strategy: [ddp, single]\nexclude:\n"

@@ -399,7 +399,9 @@ def test_resume_of_a_finished_run_is_rejected(tmp_path: Path) -> None:
         launcher.resume(str(tmp_path / "whole"), {}, quiet=True)
 
 
-@pytest.mark.parametrize("change", [{"model": "mlp"}, {"batch_size": "16"}, {"seed": "9"}])
+@pytest.mark.parametrize(
+    "change", [{"model": "mlp"}, {"model_options": "width=2"}, {"batch_size": "16"}, {"seed": "9"}]
+)
 def test_change_of_a_fixed_setting_is_rejected(
     change: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -160,7 +160,7 @@ def significance(groups: Sequence[RunGroup]) -> list[Significance]:
     for other in groups[1:]:
         pair = groups[0], other
         has_same_data = groups[0].config.data == other.config.data
-        if has_same_data and groups[0].config.model == other.config.model:
+        if has_same_data and groups[0].config.model_text == other.config.model_text:
             found += _step_times(*pair)
             found += _figure(*pair, "wall time", wall_seconds)
         if has_same_data:
@@ -312,7 +312,8 @@ def _match(
 
 
 def _is_same_work(first: RunGroup, other: RunGroup) -> bool:
-    return (first.config.model, first.config.data) == (other.config.model, other.config.data)
+    one, two = first.config, other.config
+    return (one.model_text, one.data) == (two.model_text, two.data)
 
 
 def _tables(matches: Sequence[Match]) -> list[FigureTable]:

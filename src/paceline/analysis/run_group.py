@@ -150,7 +150,7 @@ def label_all(configs: Sequence[RunConfig]) -> list[str]:
     """
     names = differing(configs)
     if not names:
-        return [f"{config.model} on {config.data}, {config.strategy}" for config in configs]
+        return [f"{config.model_text} on {config.data}, {config.strategy}" for config in configs]
     usual = {name: _usual([getattr(config, name) for config in configs]) for name in names}
     several = len(names) > 1
     return [
@@ -203,7 +203,7 @@ def setting_text(name: str, value: Any) -> str:
     """A setting as short as is clear in a legend."""
     if name in ("strategy", "model", "data", "optimizer", "precision", "schedule"):
         return str(value)
-    if name == "options":
+    if name in ("options", "model_options"):
         return " ".join(f"{key}={item}" for key, item in value.items())
     if name == "checkpoint_every":
         return "no checkpoints" if value == "never" else f"checkpoint every {value}"

@@ -153,7 +153,7 @@ def _by_kind(groups: Sequence[RunGroup]) -> dict[tuple[str, str], list[RunGroup]
     kinds: dict[tuple[str, str], list[RunGroup]] = {}
     for group in groups:
         if group.finished:
-            kinds.setdefault((group.config.model, group.config.data), []).append(group)
+            kinds.setdefault((group.config.model_text, group.config.data), []).append(group)
     return kinds
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from paceline.comm.algorithms import ALGORITHMS
 from paceline.compression import CODECS
@@ -12,6 +13,9 @@ from paceline.models import MODELS
 from paceline.registry import Entry
 from paceline.strategies import STRATEGIES
 from paceline.study.catalogue import Shipped
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 SUMMARY = "list strategies, algorithms, codecs, models, data or studies"
 
@@ -39,5 +43,17 @@ def run(arguments: argparse.Namespace) -> int:
     table.add_column()
     for entry in KINDS[arguments.kind]:
         table.add_row(entry.name, entry.summary)
-    open_console().print(table)
+    console = open_console()
+    console.print(table)
+    _print_options(console, KINDS[arguments.kind])
     return 0
+
+
+def _print_options(console: Console, entries: Iterable[Entry]) -> None:
+    """Print each documented option once, with the names that have it."""
+    owners: dict[tuple[str, str], list[str]] = {}
+    for entry in entries:
+        for option in entry.options.items():
+            owners.setdefault(option, []).append(entry.name)
+    for (name, text), names in owners.items():
+        console.print(f"\noption {name} of {', '.join(names)}: {text}")

@@ -91,10 +91,10 @@ def run_study(
 
     # Validate before importing torch, which takes two seconds.
     plan = load(catalogue.find(study), scale, repeats)
-    from paceline.study.cells import check_strategies
+    from paceline.study.cells import check_parts
     from paceline.study.runner import Runner
 
-    check_strategies(plan)
+    check_parts(plan)
     suffix = "" if plan.study.scale == "full" else f"-{plan.study.scale}"
     folder = StudyFolder(Path(out or f"studies/{plan.study.name}{suffix}"))
     console = open_console()

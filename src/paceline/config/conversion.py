@@ -7,11 +7,11 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from paceline.errors import ConfigError, bare, shown
+from paceline.errors import ConfigError, bare, shown, suggest
 
 LARGEST_INTEGER = 2**63 - 1
 """The largest int64."""
@@ -74,6 +74,8 @@ _WHOLE = re.compile(r"[+-]?[0-9_]+")
 def convert(kind: Any, raw: Any) -> Any:
     """Convert text or a YAML scalar to a type; a ValueError has the valid values."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Annotated:
+        return _convert_limited(arguments[0], arguments[1:], raw)
     if origin in (typing.Union, types.UnionType):
         return _convert_union(arguments, raw)
     if origin is Literal:
@@ -96,34 +98,75 @@ def convert(kind: Any, raw: Any) -> Any:
     return str(raw)
 
 
-def option_types(factory: Callable[..., object]) -> dict[str, Any]:
-    """Return the `-o` options of a strategy or codec: names and types of constructor arguments."""
+def option_types(factory: Callable[..., object], given: Collection[str] = ()) -> dict[str, Any]:
+    """Return the options of a strategy, codec or model: names and types of its parameters.
+
+    A parameter without an annotation has the type of its default. `given` are the parameters that
+    are not options.
+    """
     parameters = inspect.signature(factory, eval_str=True).parameters.values()
     return {
-        item.name: str if item.annotation is item.empty else item.annotation
+        item.name: _option_type(item)
         for item in parameters
-        if item.kind in (item.POSITIONAL_OR_KEYWORD, item.KEYWORD_ONLY)
+        if item.kind in (item.POSITIONAL_OR_KEYWORD, item.KEYWORD_ONLY) and item.name not in given
     }
 
 
+def _option_type(parameter: inspect.Parameter) -> Any:
+    if parameter.annotation is not parameter.empty:
+        return parameter.annotation
+    kind = type(parameter.default)
+    return kind if kind in (bool, int, float) else str
+
+
 def convert_options(
-    owner: str, factory: Callable[..., object], options: Mapping[str, str]
+    owner: str,
+    factory: Callable[..., object],
+    options: Mapping[str, str],
+    *,
+    flag: str = "-o",
+    given: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Convert options from text to constructor arguments; reports all problems together."""
-    known = option_types(factory)
+    """Convert options from text to arguments of `factory`; reports all problems together.
+
+    If it takes `**kwargs`, any option is valid.
+    """
+    if not options:
+        return {}
+    known = option_types(factory, given)
+    parameters = inspect.signature(factory).parameters.values()
+    takes_any = any(item.kind is item.VAR_KEYWORD for item in parameters)
     problems, arguments = [], {}
     for name, text in options.items():
-        if name not in known:
-            offer = f"it has {', '.join(known)}" if known else "it has none"
-            problems.append(f"-o {bare(name)}: {owner} has no such option; {offer}")
+        if name not in known and (name in given or not takes_any):
+            problems.append(
+                f"{flag} {bare(name)}: {owner} has no such option; {_offer(name, known)}"
+            )
             continue
         try:
-            arguments[name] = convert(known[name], text)
+            arguments[name] = convert(known.get(name, bool | int | float | str), text)
         except ValueError as error:
-            problems.append(f"-o {bare(name)}: must be {error}, got {shown(text)}")
+            problems.append(f"{flag} {bare(name)}: must be {error}, got {shown(text)}")
     if problems:
         raise ConfigError(problems)
     return arguments
+
+
+def _offer(name: str, known: Collection[str]) -> str:
+    if not known:
+        return "it has none"
+    hint = suggest(name, known)
+    near = f" ({hint})" if hint.endswith("?") else ""
+    return f"it has {', '.join(known)}{near}"
+
+
+def _convert_limited(kind: Any, limits: tuple[Any, ...], raw: Any) -> Any:
+    """Of `Annotated[float, Limits(...)]`: the value must be within the limits."""
+    value = convert(kind, raw)
+    for limit in limits:
+        if isinstance(limit, Limits) and not limit.allow(value):
+            raise ValueError(str(limit))
+    return value
 
 
 def _convert_union(arguments: tuple[Any, ...], raw: Any) -> Any:

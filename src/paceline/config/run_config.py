@@ -40,6 +40,9 @@ class RunConfig:
     """The settings of a run; immutable and validated on construction."""
 
     model: str = setting("lenet", "task", "registered model, or your own as package.module:name")
+    model_options: dict[str, str] = setting(
+        {}, "task", "model option as key=value, such as width=0.5; repeatable"
+    )
     data: str = setting("digits", "task", "registered dataset, or your own as package.module:name")
     data_dir: str | None = setting(
         None,
@@ -420,6 +423,13 @@ class RunConfig:
     def slowness(self, rank: int) -> float:
         pairs = (text.split("=") for text in self.slow)
         return next((float(factor) for slow_rank, factor in pairs if int(slow_rank) == rank), 1.0)
+
+    @property
+    def model_text(self) -> str:
+        """The model with its options, such as `vgg11 width=0.25`."""
+        return " ".join(
+            [self.model, *(f"{key}={text}" for key, text in self.model_options.items())]
+        )
 
     @property
     def workers(self) -> int:

@@ -8,6 +8,7 @@ from paceline.config import RunConfig
 from paceline.data import DATASETS
 from paceline.errors import ConfigError, UnknownNameError
 from paceline.models import MODELS
+from paceline.models.build import model_options
 from paceline.strategies import STRATEGIES, create_strategy
 from paceline.strategies.strategy import ServerStrategy, Strategy
 
@@ -29,9 +30,24 @@ def validate(config: RunConfig) -> Strategy:
             problems.append(str(error))
     if problems:
         raise ConfigError(problems)
-    MODELS.load(config.model)
     DATASETS.load(config.data)
-    return check_strategy(config)
+    return check_parts(config)
+
+
+def check_parts(config: RunConfig) -> Strategy:
+    """The strategy, if the options of model and strategy are valid and it supports the config."""
+    problems: list[str] = []
+    try:
+        model_options(config.model, config.model_options)
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        strategy = check_strategy(config)
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems]) from None
+    if problems:
+        raise ConfigError(problems)
+    return strategy
 
 
 def check_strategy(config: RunConfig) -> Strategy:

@@ -1,4 +1,4 @@
-"""Model registry. Each entry is a callable `(sample_shape, classes) -> nn.Module`.
+"""Model registry. Each entry is a callable `(sample_shape, classes, **options) -> nn.Module`.
 
 No model uses dropout, because each worker would draw its own mask for its shard of a batch and the
 result would depend on the number of workers. VGG and ResNet use batch normalization, whose
@@ -16,31 +16,60 @@ from paceline.registry import Registry
 if TYPE_CHECKING:
     from torch import nn
 
-ModelFactory = Callable[[tuple[int, ...], int], "nn.Module"]
+ModelFactory = Callable[..., "nn.Module"]
 
 MODELS: Registry[ModelFactory] = Registry("model")
 TOKEN_MODELS: frozenset[str] = frozenset()
 """Registered models whose inputs are tokens; the others take images or floats."""
 
+WIDTH = {"width": "factor of the number of channels or units of every hidden layer (default 1)"}
+"""The option of every model with hidden layers."""
+
 MODELS.register(
     "softmax", "paceline.models.softmax:softmax", "softmax regression (one linear layer)"
 )
 MODELS.register(
-    "mlp",
-    "paceline.models.mlp:mlp",
-    "six hidden layers, 1024 to 32 units",
+    "mlp", "paceline.models.mlp:mlp", "six hidden layers, 1024 to 32 units", options=WIDTH
 )
 MODELS.register(
     "lenet",
     "paceline.models.lenet:lenet",
     "two 5x5 convolutions with pooling, two linear layers",
+    options=WIDTH,
 )
 MODELS.register(
-    "cnn", "paceline.models.cnn:cnn", "two 3x3 convolutions, one pooling layer, two linear layers"
+    "cnn",
+    "paceline.models.cnn:cnn",
+    "two 3x3 convolutions, one pooling layer, two linear layers",
+    options=WIDTH,
 )
-MODELS.register("vgg11", "paceline.models.vgg:vgg11", "VGG-11 with batch norm, one linear layer")
-MODELS.register("vgg13", "paceline.models.vgg:vgg13", "VGG-13 with batch norm, one linear layer")
-MODELS.register("vgg16", "paceline.models.vgg:vgg16", "VGG-16 with batch norm, one linear layer")
-MODELS.register("vgg19", "paceline.models.vgg:vgg19", "VGG-19 with batch norm, one linear layer")
-MODELS.register("resnet18", "paceline.models.resnet:resnet18", "ResNet-18 for small images")
-MODELS.register("resnet34", "paceline.models.resnet:resnet34", "ResNet-34 for small images")
+MODELS.register(
+    "vgg11",
+    "paceline.models.vgg:vgg11",
+    "VGG-11 with batch norm, one linear layer",
+    options=WIDTH,
+)
+MODELS.register(
+    "vgg13",
+    "paceline.models.vgg:vgg13",
+    "VGG-13 with batch norm, one linear layer",
+    options=WIDTH,
+)
+MODELS.register(
+    "vgg16",
+    "paceline.models.vgg:vgg16",
+    "VGG-16 with batch norm, one linear layer",
+    options=WIDTH,
+)
+MODELS.register(
+    "vgg19",
+    "paceline.models.vgg:vgg19",
+    "VGG-19 with batch norm, one linear layer",
+    options=WIDTH,
+)
+MODELS.register(
+    "resnet18", "paceline.models.resnet:resnet18", "ResNet-18 for small images", options=WIDTH
+)
+MODELS.register(
+    "resnet34", "paceline.models.resnet:resnet34", "ResNet-34 for small images", options=WIDTH
+)

@@ -1,6 +1,7 @@
 """Build a model by name, with initial weights that depend only on the seed.
 
-`image_shape` is the check of the sample shape that the convolutional models share.
+`image_shape` is the check of the sample shape that the convolutional models share, `Width` their
+option.
 """
 
 from __future__ import annotations
@@ -9,16 +10,29 @@ import inspect
 import random
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from paceline.errors import ConfigError, PacelineError, UserCodeError, whole_error_line
+from paceline.config.conversion import Limits, convert_options
+from paceline.errors import ConfigError, PacelineError, UserCodeError, error_line, whole_error_line
 from paceline.models import MODELS, TOKEN_MODELS
+
+DATA_PARAMETERS = ("sample_shape", "classes")
+"""Parameters of a model that the dataset determines."""
+
+Width = Annotated[float, Limits(above=0, maximum=64)]
+"""Option of the registered models: factor of the channels or units of every hidden layer."""
+
+
+def scaled(channels: int, width: float) -> int:
+    """Return a number of channels or units times the width, at least one."""
+    return max(1, round(channels * width))
 
 
 def build_model(
@@ -27,6 +41,7 @@ def build_model(
     classes: int,
     seed: int,
     *,
+    options: Mapping[str, str] | None = None,
     has_tokens: bool = False,
 ) -> nn.Module:
     """Build a registered model or a user-defined `package.module:name` on the CPU.
@@ -34,7 +49,9 @@ def build_model(
     The same seed gives the same initial weights; global random states are preserved. A user-defined
     class or function receives `sample_shape` and `classes` as keyword arguments if it has
     parameters with these names, no arguments if it requires none, and otherwise both by position.
-    For token data, `sample_shape` is (length,) and `classes` the size of the vocabulary.
+    `options` are further keyword arguments as text, converted by the annotations or defaults of the
+    parameters. For token data, `sample_shape` is (length,) and `classes` the size of the
+    vocabulary.
     """
     factory = MODELS.load(name)
     if name in MODELS:
@@ -43,8 +60,34 @@ def build_model(
                 [f"--model: {name} needs images or floats, but the samples of --data are tokens"]
             )
         with _seeded(seed):
-            return factory(sample_shape, classes)
-    return _build_custom_model(name, factory, sample_shape, classes, seed)
+            return factory(sample_shape, classes, **model_options(name, options or {}))
+    return _build_custom_model(name, factory, sample_shape, classes, seed, options or {})
+
+
+def model_options(name: str, options: Mapping[str, str]) -> dict[str, Any]:
+    """Return `options` as keyword arguments of a model; a ConfigError has every invalid one."""
+    factory = MODELS.load(name)
+    if not options:
+        return {}
+    try:
+        given = _data_parameters(factory)
+        return convert_options(
+            f"model {name}", factory, options, flag="--model-options", given=given
+        )
+    except (NameError, TypeError, ValueError) as error:
+        # A user's annotation that cannot be evaluated, or a callable without a signature.
+        raise UserCodeError(
+            f"--model-options: cannot read the parameters of model {name!r}: {error_line(error)}"
+        ) from error
+
+
+def _data_parameters(factory: Callable[..., object]) -> tuple[str, ...]:
+    """Return the parameters that receive the sample shape and the number of classes."""
+    parameters = inspect.signature(factory).parameters
+    if any(name in parameters for name in DATA_PARAMETERS):
+        return DATA_PARAMETERS
+    required = [name for name, item in parameters.items() if item.default is item.empty]
+    return tuple(required[: len(DATA_PARAMETERS)])
 
 
 def _build_custom_model(
@@ -53,6 +96,7 @@ def _build_custom_model(
     sample_shape: tuple[int, ...],
     classes: int,
     seed: int,
+    options: Mapping[str, str],
 ) -> nn.Module:
     """Build a user-defined model; any exception in its code becomes a one-line UserCodeError."""
     if isinstance(factory, nn.Module):
@@ -61,7 +105,7 @@ def _build_custom_model(
             "so that its weights depend on the seed"
         )
     try:
-        arguments = _arguments_for(factory, sample_shape, classes)
+        arguments = _arguments_for(factory, sample_shape, classes, model_options(name, options))
         with _seeded(seed):
             model = factory(*arguments.args, **arguments.kwargs)
     except PacelineError:
@@ -86,15 +130,18 @@ def _location(error: Exception, factory: Callable[..., object]) -> str:
 
 
 def _arguments_for(
-    factory: Callable[..., object], sample_shape: tuple[int, ...], classes: int
+    factory: Callable[..., object],
+    sample_shape: tuple[int, ...],
+    classes: int,
+    options: Mapping[str, Any],
 ) -> inspect.BoundArguments:
     """Bind by name first, so that other optional parameters are never filled by position."""
     signature = inspect.signature(factory)
-    available: dict[str, object] = {"sample_shape": sample_shape, "classes": classes}
+    available = dict(zip(DATA_PARAMETERS, (sample_shape, classes), strict=True))
     by_name = {key: value for key, value in available.items() if key in signature.parameters}
     for arguments, keywords in (((), by_name), ((sample_shape, classes), {})):
         try:
-            return signature.bind(*arguments, **keywords)
+            return signature.bind(*arguments, **keywords, **options)
         except TypeError:
             continue
     raise TypeError("must accept (sample_shape, classes) or no arguments")

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from torch import nn
 
-from paceline.models.build import image_shape
+from paceline.models.build import Width, image_shape, scaled
 
 MIN_SIDE = 6
 """The convolutions remove four pixels, and pooling needs two."""
 
 
-def cnn(sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+def cnn(sample_shape: tuple[int, ...], classes: int, *, width: Width = 1) -> nn.Module:
     """Two 3x3 convolutions to 32 and 64 channels, one max-pooling layer, 128 hidden units."""
-    channels, height, width = image_shape("cnn", sample_shape, MIN_SIDE)
-    features = 64 * ((height - 4) // 2) * ((width - 4) // 2)
+    channels, rows, columns = image_shape("cnn", sample_shape, MIN_SIDE)
+    first, second, hidden = (scaled(count, width) for count in (32, 64, 128))
+    features = second * ((rows - 4) // 2) * ((columns - 4) // 2)
     return nn.Sequential(
-        nn.Conv2d(channels, 32, 3),
+        nn.Conv2d(channels, first, 3),
         nn.ReLU(),
-        nn.Conv2d(32, 64, 3),
+        nn.Conv2d(first, second, 3),
         nn.ReLU(),
         nn.MaxPool2d(2),
         nn.Flatten(),
-        nn.Linear(features, 128),
+        nn.Linear(features, hidden),
         nn.ReLU(),
-        nn.Linear(128, classes),
+        nn.Linear(hidden, classes),
     )

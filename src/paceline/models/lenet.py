@@ -4,27 +4,28 @@ from __future__ import annotations
 
 from torch import nn
 
-from paceline.models.build import image_shape
+from paceline.models.build import Width, image_shape, scaled
 
 MIN_SIDE = 16
 """Each stage removes four pixels and halves the rest; 15 pixels would leave none."""
 
 
-def lenet(sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+def lenet(sample_shape: tuple[int, ...], classes: int, *, width: Width = 1) -> nn.Module:
     """5x5 convolutions to 6 and 16 channels, each with ReLU and max-pooling; 64 hidden units."""
-    channels, height, width = image_shape("lenet", sample_shape, MIN_SIDE)
-    features = 16 * _output_side(height) * _output_side(width)
+    channels, rows, columns = image_shape("lenet", sample_shape, MIN_SIDE)
+    first, second, hidden = (scaled(count, width) for count in (6, 16, 64))
+    features = second * _output_side(rows) * _output_side(columns)
     return nn.Sequential(
-        nn.Conv2d(channels, 6, 5),
+        nn.Conv2d(channels, first, 5),
         nn.ReLU(),
         nn.MaxPool2d(2),
-        nn.Conv2d(6, 16, 5),
+        nn.Conv2d(first, second, 5),
         nn.ReLU(),
         nn.MaxPool2d(2),
         nn.Flatten(),
-        nn.Linear(features, 64),
+        nn.Linear(features, hidden),
         nn.ReLU(),
-        nn.Linear(64, classes),
+        nn.Linear(hidden, classes),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from paceline.models.build import image_shape
+from paceline.models.build import Width, image_shape, scaled
 
 STAGE_CHANNELS = (64, 128, 256, 512)
 """Each stage except the first starts by halving the image."""
@@ -13,12 +13,12 @@ MIN_SIDE = 9
 """Leaves the last stage 2x2 pixels, so that batch norm works even with a batch of one."""
 
 
-def resnet18(sample_shape: tuple[int, ...], classes: int) -> nn.Module:
-    return _resnet("resnet18", (2, 2, 2, 2), sample_shape, classes)
+def resnet18(sample_shape: tuple[int, ...], classes: int, *, width: Width = 1) -> nn.Module:
+    return _resnet("resnet18", (2, 2, 2, 2), sample_shape, classes, width)
 
 
-def resnet34(sample_shape: tuple[int, ...], classes: int) -> nn.Module:
-    return _resnet("resnet34", (3, 4, 6, 3), sample_shape, classes)
+def resnet34(sample_shape: tuple[int, ...], classes: int, *, width: Width = 1) -> nn.Module:
+    return _resnet("resnet34", (3, 4, 6, 3), sample_shape, classes, width)
 
 
 class ResidualBlock(nn.Module):
@@ -47,21 +47,26 @@ class ResidualBlock(nn.Module):
 
 
 def _resnet(
-    name: str, stage_blocks: tuple[int, ...], sample_shape: tuple[int, ...], classes: int
+    name: str,
+    stage_blocks: tuple[int, ...],
+    sample_shape: tuple[int, ...],
+    classes: int,
+    width: float,
 ) -> nn.Module:
     channels, _, _ = image_shape(name, sample_shape, MIN_SIDE)
-    width = STAGE_CHANNELS[0]
+    stages = [scaled(count, width) for count in STAGE_CHANNELS]
     layers: list[nn.Module] = [
-        nn.Conv2d(channels, width, 3, padding=1, bias=False),
-        nn.BatchNorm2d(width),
+        nn.Conv2d(channels, stages[0], 3, padding=1, bias=False),
+        nn.BatchNorm2d(stages[0]),
         nn.ReLU(),
     ]
-    for stage, (blocks, stage_width) in enumerate(zip(stage_blocks, STAGE_CHANNELS, strict=True)):
+    channels = stages[0]
+    for stage, (blocks, stage_channels) in enumerate(zip(stage_blocks, stages, strict=True)):
         for block in range(blocks):
             stride = 2 if stage > 0 and block == 0 else 1
-            layers.append(ResidualBlock(width, stage_width, stride))
-            width = stage_width
-    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, classes)]
+            layers.append(ResidualBlock(channels, stage_channels, stride))
+            channels = stage_channels
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes)]
     model = nn.Sequential(*layers)
     for module in model.modules():
         if isinstance(module, nn.Conv2d):

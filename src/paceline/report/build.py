@@ -194,10 +194,12 @@ def _points(verdict: Verdict) -> list[tuple[str, str]]:
 def _subtitle(collection: RunCollection) -> str:
     runs = collection.runs
     parts = [f"{len(runs):,} run{'s' * (len(runs) != 1)} in {_count(collection.groups)}"]
-    for name in ("model", "data"):
-        values = sorted({str(getattr(run.config, name)) for run in runs})
+    for name, values in (
+        ("model", {run.config.model_text for run in runs}),
+        ("data", {run.config.data for run in runs}),
+    ):
         if 0 < len(values) <= 4:
-            parts.append(f"{name} {', '.join(values)}")
+            parts.append(f"{name} {', '.join(sorted(values))}")
     machines = {str(run.result["hardware"].get("cpu", "?")) for run in runs if run.result}
     parts += sorted(machines) if len(machines) <= 2 else [f"{len(machines)} kinds of machine"]
     return " · ".join(parts)

@@ -95,7 +95,7 @@ def _fastest(verdict: Verdict, ranking: Ranking) -> str:
 
 
 def _kind(group: RunGroup) -> str:
-    return f"{group.config.model} on {group.config.data}"
+    return f"{group.config.model_text} on {group.config.data}"
 
 
 def _nothing_ranked(groups: Sequence[RunGroup]) -> str:

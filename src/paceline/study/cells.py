@@ -248,19 +248,19 @@ class _Planner:
         return float(value)
 
 
-def check_strategies(plan: Plan) -> None:
-    """Check each cell's strategy, its options and its world size; a ConfigError has the lines.
+def check_parts(plan: Plan) -> None:
+    """Check each cell's strategy, world size, and options of strategy and model.
 
-    Loads torch.
+    A ConfigError has the lines. Loads torch.
     """
-    from paceline.launch.validation import check_strategy
+    from paceline.launch import validation
 
     problems = Diagnostics()
     for cell in plan.study.cells:
         if cell.repeat > 1 or cell.run != cell.id:
             continue
         try:
-            check_strategy(plan.configs[cell.id])
+            validation.check_parts(plan.configs[cell.id])
         except ConfigError as error:
             plan.report(cell, error.problems, problems)
         except UsageError as error:

@@ -37,7 +37,7 @@ class DurationModel:
     """Estimates cells from a timed step of their models; measures each model once."""
 
     def __init__(self) -> None:
-        self._sample_seconds: dict[tuple[str, tuple[int, ...], int], float] = {}
+        self._sample_seconds: dict[tuple[str, DatasetInfo], float] = {}
         self._import_seconds: float | None = None
 
     def seconds_of(self, config: RunConfig) -> float | None:
@@ -49,14 +49,14 @@ class DurationModel:
         outline = getattr(DATASETS.load(config.data), "outline", None)
         if not isinstance(outline, DatasetInfo):
             return None
-        on_one_core = self._seconds_per_sample(config.model, outline)
+        on_one_core = self._seconds_per_sample(config, outline)
         sample_seconds = on_one_core / speed(config, cores_usable())
         return samples_per_worker(config, outline) * sample_seconds + self._startup_seconds(config)
 
-    def _seconds_per_sample(self, model: str, outline: DatasetInfo) -> float:
-        key = (model, outline.sample_shape, outline.classes)
+    def _seconds_per_sample(self, config: RunConfig, outline: DatasetInfo) -> float:
+        key = (config.model_text, outline)
         if key not in self._sample_seconds:
-            self._sample_seconds[key] = time_sample(*key)
+            self._sample_seconds[key] = time_sample(config, outline)
         return self._sample_seconds[key]
 
     def _startup_seconds(self, config: RunConfig) -> float:
@@ -90,13 +90,19 @@ def speed(config: RunConfig, cores: int) -> float:
     return threads if quota is None else min(threads, quota / config.nproc_per_node)
 
 
-def time_sample(model: str, sample_shape: tuple[int, ...], classes: int) -> float:
+def time_sample(config: RunConfig, outline: DatasetInfo) -> float:
     """Seconds of a forward and backward pass on one core, per sample; best of a few steps."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        network = build_model(model, sample_shape, classes, seed=0)
-        inputs = torch.zeros(BATCH_SIZE, *sample_shape)
+        network = build_model(
+            config.model,
+            outline.sample_shape,
+            outline.classes,
+            seed=0,
+            options=config.model_options,
+        )
+        inputs = torch.zeros(BATCH_SIZE, *outline.sample_shape)
         targets = torch.zeros(BATCH_SIZE, dtype=torch.int64)
         best = math.inf
         for step in range(STEPS + 1):

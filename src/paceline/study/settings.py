@@ -1,7 +1,7 @@
 """The settings of a cell as layers: base, scale, part and the values of the axes.
 
-A setting is a field of RunConfig, `options.KEY` or `cluster.KEY`. Each keeps its location in the
-study file.
+A setting is a field of RunConfig, `options.KEY`, `model_options.KEY` or `cluster.KEY`. Each keeps
+its location in the study file.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from paceline.config import RunConfig, fields, from_mapping
+from paceline.config import RunConfig, fields, flag_of, from_mapping, option_of, type_of
 from paceline.data import DATASETS
 from paceline.errors import ConfigError, UnknownNameError, shown, suggest
 from paceline.models import MODELS
@@ -22,13 +22,19 @@ ALTERNATIVES = (("epochs", "iterations"), ("batch_size", "batch_per_worker"))
 """Mutually exclusive settings: one replaces the other of an earlier layer."""
 
 FIELDS = tuple(item.name for item in fields())
-_FLAG = re.compile(r"--([a-z][a-z0-9-]*)")
+OPTION_FLAGS = {
+    item.name: option_of(item).short or flag_of(item.name)
+    for item in fields()
+    if type_of(item) == dict[str, str]
+}
+"""Fields with key=value pairs, whose keys a study can set one by one, and their flags."""
+_FLAG = re.compile(r"--([a-z][a-z0-9_-]*)")
 
 
 def is_setting(key: str) -> bool:
     head, dot, tail = key.partition(".")
     if dot:
-        return (head == "options" and bool(tail)) or (head == "cluster" and tail in CLUSTER_KEYS)
+        return bool(tail) and (head in OPTION_FLAGS or (head == "cluster" and tail in CLUSTER_KEYS))
     return key in FIELDS and key not in SET_BY_THE_STUDY
 
 
@@ -43,8 +49,9 @@ def check_key(key: str, location: YamlNode, problems: Diagnostics) -> bool:
         known = [f"cluster.{name}" for name in CLUSTER_KEYS]
         problems.add(location, f"unknown setting {shown(key)}: {suggest(key, known)}")
     elif tail:
+        dotted = ", ".join(f"{name}.KEY" for name in OPTION_FLAGS)
         problems.add(
-            location, f"unknown setting {shown(key)}: only options.KEY and cluster.KEY have a dot"
+            location, f"unknown setting {shown(key)}: only {dotted} and cluster.KEY have a dot"
         )
     else:
         near = suggest(key, FIELDS)
@@ -58,8 +65,8 @@ class Settings:
 
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
-        self._options: dict[str, str] = {}
-        self._cluster: dict[str, str] = {}
+        self._pairs: dict[str, dict[str, str]] = {}
+        """The key=value pairs of options, model options and cluster."""
         self._origins: dict[str, YamlNode] = {}
 
     def copy(self) -> Settings:
@@ -83,12 +90,9 @@ class Settings:
     def _set(self, key: str, node: YamlNode) -> None:
         head, _, tail = key.partition(".")
         self._origins[key] = self._origins[head] = node
-        if head in ("options", "cluster"):
+        if head in (*OPTION_FLAGS, "cluster"):
             self._origins |= {f"{head}.{name}": value for name, value in node.items()}
-        if head == "options":
-            self._options = _override(self._options, tail, node)
-        elif head == "cluster":
-            self._cluster = _override(self._cluster, tail, node)
+            self._pairs[head] = _override(self._pairs.get(head, {}), tail, node)
         elif node.content is None:
             self._values.pop(key, None)
         else:
@@ -96,11 +100,12 @@ class Settings:
 
     def mapping(self) -> dict[str, Any]:
         """Return the settings for `config.from_mapping`."""
-        values = dict(self._values)
-        if self._options:
-            values["options"] = dict(self._options)
-        if self._cluster:
-            values["cluster"] = ",".join(f"{key}={text}" for key, text in self._cluster.items())
+        values = {
+            **self._values,
+            **{name: dict(pairs) for name, pairs in self._pairs.items() if pairs},
+        }
+        if "cluster" in values:
+            values["cluster"] = ",".join(f"{key}={text}" for key, text in values["cluster"].items())
         return values
 
     def check(self, location: YamlNode, cell: str, problems: Diagnostics) -> RunConfig | None:
@@ -124,10 +129,11 @@ class Settings:
 
     def report(self, text: str, location: YamlNode, cell: str, problems: Diagnostics) -> None:
         """Add a problem with flags as setting names, at the line of the first setting it names."""
-        text = re.sub(r"^-o (\w+)", r"--options.\1", text)
         named = [flag.replace("-", "_") for flag in _FLAG.findall(text)]
-        if text.startswith("--options."):
-            named = [text[2:].partition(":")[0], "options"]
+        for name, flag in OPTION_FLAGS.items():
+            if found := re.match(rf"{flag} (\w+)", text):
+                named = [f"{name}.{found[1]}", name]
+                text = f"--{name}.{found[1]}{text[found.end() :]}"
         origin = next((self._origins[name] for name in named if name in self._origins), None)
         plain = _FLAG.sub(lambda flag: flag[1].replace("-", "_"), text)
         head, colon, rest = plain.partition(": ")

@@ -180,7 +180,7 @@ def check_fits(state: dict[str, Any], config: RunConfig, model: nn.Module) -> No
         unusable.add("precision")
     mismatch = _load_weights(state.get("model", {}), model)
     if mismatch:
-        unusable |= {"model", "data"}
+        unusable |= {"model", "model_options", "data"}
     problems = [
         f"{flag_of(name)} is {settings[name]!r} in config.json, but the checkpoint was written with"
         f" {saved[name]!r}: restore it"
@@ -190,7 +190,9 @@ def check_fits(state: dict[str, Any], config: RunConfig, model: nn.Module) -> No
     if problems:
         raise ConfigError(problems)
     if mismatch:
-        raise CheckpointError(f"the checkpoint does not fit model {config.model!r}: {mismatch}")
+        raise CheckpointError(
+            f"the checkpoint does not fit model {config.model_text!r}: {mismatch}"
+        )
 
 
 def _load_weights(weights: dict[str, Any], model: nn.Module) -> str | None:

@@ -82,6 +82,7 @@ def prepare(
         dataset.sample_shape,
         dataset.classes,
         config.seed,
+        options=config.model_options,
         has_tokens=dataset.has_tokens,
     )
     if not any(weight.requires_grad for weight in model.parameters()):

@@ -216,7 +216,7 @@ def _run_entry(folder: RunFolder, blank: Entry) -> Entry:
     config, result = folder.read_config(), folder.read_result()
     entry = replace(
         blank,
-        model=config.model,
+        model=config.model_text,
         data=config.data,
         strategy=config.strategy,
         workers=config.workers,

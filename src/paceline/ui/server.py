@@ -144,7 +144,7 @@ def _summary(path: Path) -> tuple[int | None, str]:
     except RecordsError:
         return None, ""
     items = [
-        f"{config.model} on {config.data}",
+        f"{config.model_text} on {config.data}",
         config.strategy,
         describe_workers(config),
         f"batch {config.global_batch_size}",
