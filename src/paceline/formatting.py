@@ -4,26 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9}
+
 
 def seconds(value: float | None) -> str:
     if value is None:
         return "-"
     if value < 0:
         return f"-{seconds(-value)}" if value <= -5e-7 else "0 us"
-    if value < 0.001:
+    # Each limit is where the text would round up to the next unit.
+    if value < 0.0009995:
         return f"{value * 1e6:.0f} us"
-    if value < 1:
+    if value < 0.999995:
         return f"{value * 1e3:.2f} ms"
     if value < 9.995:
         return f"{value:.2f} s"
-    return f"{value:.1f} s" if value < 1000 else f"{value:,.0f} s"
+    return f"{value:.1f} s" if value < 999.95 else f"{value:,.0f} s"
 
 
 def size(value: float | None) -> str:
     if value is None:
         return "-"
     for unit in ("B", "kB", "MB", "GB"):
-        if abs(value) < 1000 or unit == "GB":
+        if abs(value) < (999.5 if unit == "B" else 999.95) or unit == "GB":
             return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1000
     raise AssertionError("unreachable")
@@ -60,17 +63,34 @@ def format_duration(value: float | None) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def spread(values: Sequence[float], text: Callable[[float], str]) -> str:
-    """Format the mean, with min and max if there are several values."""
+def spread(
+    values: Sequence[float], text: Callable[[float], str], half_interval: float | None = None
+) -> str:
+    """Format the mean with its interval, and with min and max if there are several values."""
     if not values:
         return "-"
-    mean = text(sum(values) / len(values))
-    if len(values) == 1:
-        return mean
+    average = sum(values) / len(values)
+    mean = text(average)
+    shown = mean if half_interval is None else interval(average, half_interval, text)
     low, high = text(min(values)), text(max(values))
     if low == high:
-        return mean
-    unit = mean.rpartition(" ")[2] if " " in mean else ""
-    if unit and low.endswith(f" {unit}") and high.endswith(f" {unit}"):
+        return shown
+    unit = _unit(mean)
+    if unit and _unit(low) == _unit(high) == unit:
         low, high = (one.removesuffix(f" {unit}") for one in (low, high))
-    return f"{mean} ({low} to {high})"
+    return f"{shown} ({low} to {high})"
+
+
+def interval(mean: float, half: float, text: Callable[[float], str]) -> str:
+    """Format a mean with half its interval in the same unit, as in 6.45 ± 0.31 ms."""
+    shown = text(mean)
+    unit = _unit(shown)
+    if unit not in UNITS:
+        return f"{shown} ± {text(half)}"
+    value = shown.removesuffix(f" {unit}")
+    digits = len(value.partition(".")[2])
+    return f"{value} ± {half / UNITS[unit]:,.{digits}f} {unit}"
+
+
+def _unit(text: str) -> str:
+    return text.rpartition(" ")[2] if " " in text else ""

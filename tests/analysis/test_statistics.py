@@ -19,6 +19,7 @@ from paceline.analysis.statistics import (
     against_first,
     correct,
     difference,
+    half_interval,
     repeats_needed,
     t_quantile,
 )
@@ -186,3 +187,9 @@ def test_the_number_of_repeats_detects_the_difference_four_times_in_five(compari
 def test_no_sensible_number_of_repeats_is_none() -> None:
     assert repeats_needed([0.5, 1.5], [0.5, 1.5], 0.001) is None
     assert repeats_needed([1.0], [1.1, 1.2], 0.1) is None
+
+
+def test_the_interval_of_a_mean_is_that_of_students_t() -> None:
+    # 4.303 is the critical value with two degrees of freedom, 1 the standard deviation.
+    assert half_interval([1.0, 2.0, 3.0]) == pytest.approx(4.303 / math.sqrt(3), rel=1e-3)
+    assert half_interval([2.0]) is None

@@ -13,7 +13,7 @@ from paceline.analysis.collection import collect
 from paceline.analysis.communication import all_reduce_bandwidth
 from paceline.analysis.run_group import RunGroup
 from paceline.report.build import to_document, write_report
-from paceline.report.document import Details, Table
+from paceline.report.document import Details, Table, Text
 from paceline.report.markdown import to_markdown
 from tests.support.marks import SVG, figure, result_of, section
 from tests.support.records import FakeRun, write_repeats, write_run
@@ -170,3 +170,21 @@ def test_records_without_overlapped_communication_say_not_measured(tmp_path: Pat
     (path / "result.json").write_text(json.dumps(result))
     (row,) = rows_of(collect(path).groups, "phases", "overlapped communication")
     assert row["overlapped communication"] == "not measured"
+
+
+def test_means_of_repeats_have_their_confidence_interval(tmp_path: Path) -> None:
+    write_accuracies(tmp_path, 0.30, 0.20, 0.28)
+    groups = collect(tmp_path).groups
+    (row,) = rows_of(groups, "overview", "test accuracy")
+    # 4.303 standard errors of the mean, which is 0.0306.
+    assert row["test accuracy"] == "0.2600 ± 0.1314 (0.2000 to 0.3000)"
+    assert "±" in next(
+        block.text for block in section(groups, "overview").blocks
+        if isinstance(block, Text) and "confidence interval" in block.text
+    )  # fmt: skip
+
+
+def test_a_single_run_has_no_confidence_interval(tmp_path: Path) -> None:
+    write_accuracies(tmp_path, 0.30)
+    (row,) = rows_of(collect(tmp_path).groups, "overview", "test accuracy")
+    assert row["test accuracy"] == "0.3000"

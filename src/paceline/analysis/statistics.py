@@ -153,6 +153,13 @@ def _incomplete_beta(a: float, b: float, x: float) -> float:
     return front * result
 
 
+def half_interval(values: Sequence[float]) -> float | None:
+    """Half the 95% confidence interval of the mean over repeats; None with fewer than two."""
+    if len(values) < 2:
+        return None
+    return t_quantile(len(values) - 1) * math.sqrt(_floored_variance(values) / len(values))
+
+
 def correct(
     gaps: Sequence[Difference], comparisons: int | None = None, shown: int | None = None
 ) -> list[Difference]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -203,23 +203,34 @@ def _print_dry_run(console: Console, plan: Plan, folder: StudyFolder, only: str 
 def _print_cells(console: Console, folder: StudyFolder, study: Study) -> None:
     from paceline import formatting
     from paceline.analysis.run import open_run
+    from paceline.analysis.statistics import half_interval
     from paceline.study.folder import rows
 
-    figures = ("accuracy (mean)", "per iteration (mean)")
+    def text(values: Sequence[float], format: Callable[[float], str]) -> str:
+        half = half_interval(values)
+        if half is None:
+            return formatting.spread(values, format)
+        return formatting.interval(sum(values) / len(values), half, format)
+
+    figures = ("accuracy", "time per iteration")
     table = _table("cell", "status", *figures, right=figures)
     part = ""
+    has_repeats = False
     for row in rows(folder, study, lambda path: open_run(path).iteration_seconds):
+        has_repeats = has_repeats or len(row.iteration_seconds) > 1
         if row.part != part and len(study.parts) > 1:
             table.add_row(f"{row.part}:")
         part = row.part
         table.add_row(
             row.label,
             row.status,
-            formatting.spread(row.accuracies, formatting.number),
-            formatting.spread(row.iteration_seconds, formatting.seconds),
+            text(row.accuracies, formatting.number),
+            text(row.iteration_seconds, formatting.seconds),
         )
     console.print()
     console.print(table)
+    if has_repeats:
+        console.print("mean ± 95% confidence interval over the runs of each configuration")
 
 
 def _print_failures(console: Console, outcome: Outcome) -> None:

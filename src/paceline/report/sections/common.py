@@ -12,6 +12,7 @@ from paceline import formatting
 from paceline.analysis.curves import Curve
 from paceline.analysis.ranking import rank_groups
 from paceline.analysis.run_group import RunGroup
+from paceline.analysis.statistics import half_interval
 from paceline.report.charts.bars import Bar, BarChart, Part, draw_bars
 from paceline.report.charts.lines import LineChart, Series, draw_lines
 from paceline.report.document import Block, Figure, Table, Text
@@ -110,12 +111,14 @@ class Column(Generic[Row]):
     """One column of a table.
 
     `get` returns a text, a value, a list of values or None. `format` turns a value into text; a
-    list is shown as its mean with min and max, None and an empty list as a dash.
+    list is shown as its mean with min and max, None and an empty list as a dash. With
+    `has_interval`, the mean of several repeats has its 95% confidence interval.
     """
 
     heading: str
     get: Callable[[Row], Any]
     format: Callable[[Any], str] = str
+    has_interval: bool = False
 
     def text(self, row: Row) -> str:
         value = self.get(row)
@@ -123,9 +126,10 @@ class Column(Generic[Row]):
             return "-"
         if isinstance(value, str):
             return value
-        return (
-            formatting.spread(value, self.format) if isinstance(value, list) else self.format(value)
-        )
+        if not isinstance(value, list):
+            return self.format(value)
+        half = half_interval(value) if self.has_interval else None
+        return formatting.spread(value, self.format, half)
 
 
 def table(rows: Iterable[Row], *columns: Column[Row], text_columns: int = 1) -> Table:
@@ -143,6 +147,17 @@ def answer(text: str) -> Text:
 
 def note(text: str) -> Text:
     return Text(text, "note")
+
+
+def interval_note(groups: Sequence[RunGroup]) -> Iterator[Text]:
+    """What ± is, where a group has repeats."""
+    counts = sorted({len(group.finished) for group in groups if len(group.finished) > 1})
+    if counts:
+        span = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+        yield note(
+            f"±: 95% confidence interval of the mean over {span} runs (Student's t). In"
+            " parentheses: min–max of the runs."
+        )
 
 
 def line_figure(name: str, chart: LineChart) -> Figure:

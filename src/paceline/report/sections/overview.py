@@ -11,7 +11,14 @@ from paceline.analysis.run import Run
 from paceline.analysis.run_group import NOT_RUN, RunGroup, differing, value_text
 from paceline.config import RunConfig, non_default_values, to_argv
 from paceline.report.document import Block, BulletList, Code, Details, Table, Text
-from paceline.report.sections.common import Column, SectionContext, note, section, table
+from paceline.report.sections.common import (
+    Column,
+    SectionContext,
+    interval_note,
+    note,
+    section,
+    table,
+)
 from paceline.report.sections.timing import first_iteration_note
 from paceline.report.summary import describe_restart
 from paceline.report.wording import run_cause, world_sizes_text
@@ -53,6 +60,7 @@ def overview(context: SectionContext) -> Iterator[Block]:
             "time per iteration",
             lambda group: group.values(lambda run: run.iteration_seconds, group.shown),
             formatting.seconds,
+            has_interval=True,
         ),
         _final_column("test accuracy", "test_accuracy"),
         _final_column("test loss", "test_loss"),
@@ -60,6 +68,7 @@ def overview(context: SectionContext) -> Iterator[Block]:
         text_columns=2,
     )
     yield from first_iteration_note(context.groups)
+    yield from interval_note(context.groups)
     yield from _repeats(context.groups)
     runs = [run for group in context.groups for run in group.runs]
     failures = [(f"{run.id}: {run.status}.", run_cause(run)) for run in runs if not run.is_finished]
@@ -100,6 +109,7 @@ def _final_column(heading: str, key: str) -> Column[RunGroup]:
         heading,
         lambda group: group.values(lambda run: run.final(key), group.shown),
         formatting.number,
+        has_interval=True,
     )
 
 

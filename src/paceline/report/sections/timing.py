@@ -100,7 +100,7 @@ def iteration_time(context: SectionContext) -> Iterator[Block]:
             [summary for _, summary in times],
             Column("configuration", lambda one: one.label),
             Column("runs", lambda one: len(one.means), formatting.count),
-            Column("mean", lambda one: one.means, formatting.seconds),
+            Column("mean", lambda one: one.means, formatting.seconds, has_interval=True),
             Column("median", lambda one: one.medians, formatting.seconds),
             Column("95th percentile", lambda one: one.p95s, formatting.seconds),
             Column("first", lambda one: one.firsts, formatting.seconds),
