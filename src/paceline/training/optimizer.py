@@ -75,6 +75,7 @@ def _one_cycle(progress: float) -> float:
 
 
 def build_optimizer(config: RunConfig, parameters: Iterable[nn.Parameter]) -> Optimizer:
+    _call_methods_directly()
     weights = [weight for weight in parameters if weight.requires_grad]
     if config.optimizer == "sgd":
         return SGD(
@@ -94,6 +95,17 @@ def build_optimizer(config: RunConfig, parameters: Iterable[nn.Parameter]) -> Op
         weight_decay=config.weight_decay,
         fused=True,
     )
+
+
+def _call_methods_directly() -> None:
+    """Keep the methods of optimizers from importing torch._dynamo, which takes a second.
+
+    They import it to be excluded from torch.compile; only models are compiled here.
+    """
+    methods = (Optimizer.add_param_group, Optimizer.zero_grad)
+    for method in (*methods, Optimizer.state_dict, Optimizer.load_state_dict):
+        if function := getattr(method, "__wrapped__", None):
+            function.__dynamo_disable = function
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
