@@ -11,7 +11,7 @@ import pytest
 
 from paceline.measure import startup
 from paceline.measure.phase_clock import CudaPhaseClock
-from paceline.measure.startup import STARTUP_PARTS, StartupTimer, importing
+from paceline.measure.startup import STARTUP_PARTS, StartupTimer, begin_command, importing
 
 METRICS = Path(__file__).parents[2] / "docs" / "metrics.md"
 ROW = "| `startup_seconds` |"
@@ -22,6 +22,7 @@ class FakeTime:
         self.now = 100.0
         monkeypatch.setattr(startup, "perf_counter", lambda: self.now)
         monkeypatch.setattr(startup, "_import_seconds", [])
+        monkeypatch.setattr(startup, "_began", [])
 
 
 @pytest.fixture
@@ -39,7 +40,8 @@ def test_startup_parts_are_contiguous_from_the_start_of_the_clock(time: FakeTime
     timer.enter("rendezvous")
     time.now = 106.0
     timer.end()
-    assert timer.seconds == {"imports": 0.0, "rendezvous": 12.0, "data": 3.0, "model": 1.0}
+    expected = {"imports": 0.0, "launch": 0.0, "rendezvous": 12.0, "data": 3.0, "model": 1.0}
+    assert timer.seconds == expected
 
 
 def test_nothing_is_counted_before_begin_and_after_end(time: FakeTime) -> None:
@@ -52,7 +54,22 @@ def test_nothing_is_counted_before_begin_and_after_end(time: FakeTime) -> None:
     time.now = 200.0
     timer.enter("data")
     timer.end()
-    assert timer.seconds == {"imports": 0.0, "rendezvous": 0.0, "data": 0.0, "model": 10.0}
+    assert (timer.seconds.pop("model"), set(timer.seconds.values())) == (10.0, {0.0})
+
+
+def test_launch_is_what_precedes_the_clock_of_a_command_besides_its_imports(
+    time: FakeTime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(startup, "process_age_seconds", lambda: 0.5)
+    begin_command()
+    with importing():
+        time.now += 2.0
+    first = StartupTimer(started=103.0)
+    first.begin("rendezvous")
+    assert (first.seconds["imports"], first.seconds["launch"]) == (2.0, 1.5)
+    second = StartupTimer(started=500.0)
+    second.begin("rendezvous")
+    assert second.seconds["launch"] == 0.0
 
 
 def test_imports_count_for_the_next_run_only(time: FakeTime) -> None:

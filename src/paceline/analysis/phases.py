@@ -474,8 +474,9 @@ def startup_seconds(group: RunGroup) -> dict[str, float] | None:
         parts
         for run in group.finished
         for worker in run.workers
-        if isinstance(parts := worker.get("startup_seconds"), dict)
-        and all(is_number(parts.get(part)) for part in STARTUP_PARTS)
+        if isinstance(recorded := worker.get("startup_seconds"), dict)
+        # Older records have no launch part.
+        and all(is_number((parts := {"launch": 0.0, **recorded}).get(p)) for p in STARTUP_PARTS)
     ]
     if not found:
         return None

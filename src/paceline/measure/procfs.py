@@ -8,6 +8,7 @@ GHz Xeon). The usage of processes that exit is not lost, and an orphaned member 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -203,6 +204,14 @@ def read_process(pid: int) -> Process | None:
         threads=int(fields[17]),
         rss_bytes=int(fields[21]) * PAGE_BYTES,
     )
+
+
+def process_age_seconds() -> float:
+    """How long this process has existed, in steps of a clock tick; 0 without /proc."""
+    own = read_process(os.getpid())
+    if own is None:
+        return 0.0
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - own.born / TICKS_PER_SECOND
 
 
 def pss_bytes(pids: Iterable[int]) -> int | None:

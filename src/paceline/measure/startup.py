@@ -1,6 +1,7 @@
-"""Startup time of a worker: imports, rendezvous, data and model, before the first step.
+"""Startup time of a worker, from the command to the first step.
 
-The phase clock counts all of it as "other", except for imports, which end before the clock starts.
+Imports and launch (validation, machines, starting processes) end before the worker's phase clock
+starts; rendezvous, data and model follow, and the clock counts them as "other".
 """
 
 from __future__ import annotations
@@ -9,10 +10,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
 
-STARTUP_PARTS = ("imports", "rendezvous", "data", "model")
+from paceline.measure.procfs import process_age_seconds
 
+STARTUP_PARTS = ("imports", "launch", "rendezvous", "data", "model")
+
+# Both belong to the process, because they precede the clock of a run; a forked worker inherits
+# those of its launcher.
 _import_seconds: list[float] = []
-"""Imports of this process happen before the clock of a run exists."""
+_began: list[float] = []
+
+
+def begin_command() -> None:
+    """Count from the start of this process, which may be a fork of one that has imported torch."""
+    _import_seconds.clear()
+    _began[:] = [perf_counter() - process_age_seconds()]
 
 
 @contextmanager
@@ -34,9 +45,12 @@ class StartupTimer:
         self._part: str | None = None
 
     def begin(self, part: str) -> None:
-        """Start with `part`, counted from the start of the clock; collects pending import times."""
+        """Start with `part`, counted from the start of the clock; imports and launch precede it."""
         self.seconds["imports"] = sum(_import_seconds)
+        if _began:
+            self.seconds["launch"] = max(0.0, self._since - _began[0] - self.seconds["imports"])
         _import_seconds.clear()
+        _began.clear()
         self._part = part
 
     def enter(self, part: str) -> None:

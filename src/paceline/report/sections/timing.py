@@ -240,8 +240,8 @@ def startup_table(groups: Sequence[RunGroup]) -> Iterator[Block]:
             *map(_startup_column, STARTUP_PARTS),
         )
         yield note(
-            "Start-up of a worker, mean over workers and runs. Imports end before the clock starts;"
-            " the rest is part of `other`."
+            "Start-up of a worker, mean over workers and runs. Imports and launch end before the"
+            " clock starts; the rest is part of `other`."
         )
 
 
