@@ -23,6 +23,7 @@ from paceline.emulation.cluster import EmulatedCluster
 from paceline.emulation.state import all_paths
 from paceline.launch import launcher
 from paceline.launch.remote import run as remote
+from paceline.launch.remote.machines import EmulatedMachines
 from paceline.launch.result import RunOutcome
 from paceline.launch.signals import SignalMonitor
 from paceline.records import Result, RunFolder, read_json
@@ -38,7 +39,6 @@ from tests.support.commands import (
     wait_until,
 )
 from tests.support.node_commands import CUT_SECONDS, interrupt_link, set_link
-from tests.support.warm_nodes import WarmFleet
 
 pytestmark = [pytest.mark.root, pytest.mark.iproute, pytest.mark.timeout(300)]
 
@@ -55,7 +55,7 @@ PATIENT = {"rendezvous_seconds": LIMIT_SECONDS, "timeout_seconds": LIMIT_SECONDS
 
 def run_in(cluster: EmulatedCluster, out: Path, **settings: Any) -> RunOutcome:
     assert Command.starter is not None
-    fleet = WarmFleet(cluster, Command.starter)
+    fleet = EmulatedMachines(cluster, Command.starter.fork_server)
     values = {**TINY, **PATIENT, "cluster": "nodes=2", "out": str(out), "name": "run"}
     config = from_mapping({**values, **settings})
     with SignalMonitor() as signals:

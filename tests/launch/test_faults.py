@@ -127,7 +127,7 @@ def test_ctrl_c_does_not_wait_for_a_worker_that_waits_for_a_stopped_one(tmp_path
     processes[0].wait()
     signals.received.append(signal.SIGINT)
     termination = supervise(workers, NodeCoordinator(from_mapping({})), signals)
-    assert processes[1].returncode == -signal.SIGKILL
+    assert processes[1].poll() == -signal.SIGKILL
     assert termination is not None
     assert (termination.cause, termination.exit_code) == (line, 130)
 
@@ -175,7 +175,7 @@ def test_a_process_that_cannot_be_started_is_no_write_error(
 
     config = from_mapping({**TINY, "out": str(tmp_path), "name": "run", "nproc_per_node": 2})
     workers = NodeWorkers(config, RunFolder.create(config), port=0, resumed=False, quiet=True)
-    monkeypatch.setattr("paceline.launch.processes.subprocess.Popen", start)
+    monkeypatch.setattr("paceline.launch.processes.start_python", start)
     line = "cannot start a worker process: Resource temporarily unavailable"
     with pytest.raises(RunError, match=f"^{line}$"), workers:
         pass

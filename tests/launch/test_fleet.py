@@ -113,12 +113,12 @@ def test_a_node_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> 
 def test_ctrl_c_reaches_every_node(capfd: pytest.CaptureFixture[str]) -> None:
     program = """if True:
         import signal, sys, time
-        from paceline.launch.remote.control_channel import exit_with_launcher, read_request
+        from paceline.launch.remote.control_channel import LauncherWatch, read_request
         def stop(number, frame):
             sys.exit(sys.stderr.write(f"paceline: error: stopped by {number}\\n") and 130)
         signal.signal(signal.SIGINT, stop)
         print(read_request(), flush=True)
-        exit_with_launcher()
+        LauncherWatch()
         time.sleep(90)
     """
 
@@ -150,7 +150,7 @@ def bound_to_starter(silence_seconds: float = 60.0) -> Iterator[subprocess.Popen
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         starter.read_request()
-        starter.exit_with_launcher()
+        starter.LauncherWatch()
         print("ready", flush=True)
         time.sleep({LIMIT_SECONDS})
     """

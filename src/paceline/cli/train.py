@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 from paceline.cli.config_flags import add_config_flags, add_control_flags, given_flags
 from paceline.config import from_mapping
 from paceline.errors import ERROR_PREFIX, StoppedError
 from paceline.launch import environment
-from paceline.measure.startup import importing
+from paceline.measure.startup import begin_command, importing
 from paceline.records import RunFolder
 
 SUMMARY = "train a model and record metrics"
@@ -28,17 +29,21 @@ def run(arguments: argparse.Namespace) -> int:
     values = given_flags(arguments)
     # Validate before importing torch, which takes two seconds.
     config = from_mapping({**_counts(), **values}) if arguments.resume is None else None
+    begin_command()
     with importing():
         from paceline.launch import launcher
+        from paceline.launch.fork_server import ForkServer
         from paceline.report.summary import print_summary
         from paceline.training.checkpoint import iterations
         from paceline.training.process import keep_freed_memory
 
     keep_freed_memory()
-    if config is None:
-        outcome = launcher.resume(arguments.resume, values, arguments.quiet)
-    else:
-        outcome = launcher.train(config, arguments.quiet)
+    # Before this process has threads.
+    with ForkServer.fork() or nullcontext() as fork_server:
+        if config is None:
+            outcome = launcher.resume(arguments.resume, values, arguments.quiet, fork_server)
+        else:
+            outcome = launcher.train(config, arguments.quiet, fork_server)
     if outcome.result is not None:
         folder = _unresolved(outcome.folder, arguments.resume)
         print_summary(folder, outcome.result)

@@ -70,11 +70,16 @@ def core_prefix(cores: Sequence[int] | None, label: str) -> list[str]:
     if not cores:
         return []
     listed = ",".join(map(str, cores))
-    refusal = (
-        f"{ERROR_PREFIX}{label} runs on core {' or '.join(map(str, cores))}, which this process"
-        " may not use: remove the cluster and create it from here"
-    )
+    refusal = f"{ERROR_PREFIX}{core_refusal(cores, label)}"
     return ["sh", "-c", PIN_SCRIPT, "sh", program("taskset"), listed, refusal]
+
+
+def core_refusal(cores: Sequence[int], label: str) -> str:
+    """The error of a process that may not use the cores of its node."""
+    return (
+        f"{label} runs on core {' or '.join(map(str, cores))}, which this process may not use:"
+        " remove the cluster and create it from here"
+    )
 
 
 def create_cgroups(

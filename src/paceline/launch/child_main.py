@@ -1,8 +1,8 @@
-"""Entry point of child processes: `python -m paceline.launch.child_main PARENT PROGRAM ...`.
+"""Entry point of child processes: `python -m paceline.launch.child_main PROGRAM ...`.
 
 PROGRAM is `worker`, `server` or a module. Its `main` gets the remaining arguments, a configuration
 file and a run folder first, and returns an exit code. An error that it raises goes to the launcher
-through the folder. The process is tied to its parent before torch loads, which takes seconds.
+through the folder.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from paceline.child_process import die_with_parent
 from paceline.measure.startup import importing
 from paceline.training.process import keep_freed_memory
 
@@ -25,9 +24,8 @@ PROGRAMS = {"worker": "paceline.launch.worker", "server": "paceline.launch.param
 def main(arguments: list[str]) -> NoReturn:
     # Until training begins there is nothing to finish, and no traceback to show.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    die_with_parent(int(arguments[0]))
     keep_freed_memory()
-    code = _run(arguments[1], arguments[2:])
+    code = _run(arguments[0], arguments[1:])
     # After a failure, gloo's threads may block an orderly exit of the interpreter.
     atexit._run_exitfuncs()
     sys.stdout.flush()

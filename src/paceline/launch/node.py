@@ -23,6 +23,7 @@ from paceline.config import RunConfig
 from paceline.errors import ConfigError, PacelineError, RunError
 from paceline.launch.consistency import config_mismatches
 from paceline.launch.environment import store_port
+from paceline.launch.fork_server import ForkServer
 from paceline.launch.messages import MalformedError, check_fields, check_run_name, decode
 from paceline.launch.node_workers import NodeWorkers
 from paceline.launch.parameter_servers import server_ranks
@@ -44,7 +45,12 @@ EXCHANGE_SECONDS = 4.0
 """How long a launcher waits, after a failure, for the terminations of the others."""
 
 
-def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> RunOutcome:
+def run(
+    config: RunConfig,
+    resumed: RunFolder | None,
+    quiet: bool,
+    fork_server: ForkServer | None = None,
+) -> RunOutcome:
     """Start and supervise this node's workers; node 0 writes the result."""
     with ExitStack() as stack:
         folder = resumed
@@ -68,8 +74,12 @@ def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> RunOutcome
                 quiet,
                 board=nodes.board,
                 servers=server_ranks(config, strategy, config.node_rank),
+                fork_server=fork_server,
             )
             with _started(workers, nodes, is_new=resumed is None):
+                if fork_server is not None:
+                    # All workers have started, and the resources of the node are sampled.
+                    fork_server.close()
                 termination = supervise(workers, nodes, signals)
             # Only now are the records complete: they include the last sample of the resources.
             termination = nodes.exchange_terminations(termination, folder, workers.records())

@@ -13,6 +13,7 @@ from paceline.comm.communicator import format_ranks
 from paceline.comm.rank_info import RankInfo
 from paceline.config import RunConfig
 from paceline.errors import RunError, StoppedError
+from paceline.launch.fork_server import ForkServer
 from paceline.launch.processes import GRACE_SECONDS, LocalProcesses
 from paceline.launch.record_collection import read_reports
 from paceline.launch.signals import SignalMonitor
@@ -35,6 +36,7 @@ class NodeWorkers:
         attempt: int = 0,
         board: FailureBoard | None = None,
         servers: Sequence[int] = (),
+        fork_server: ForkServer | None = None,
     ) -> None:
         """`attempt` separates the restarts of a run at the same store.
 
@@ -53,7 +55,7 @@ class NodeWorkers:
         self._ranks = range(first_rank, first_rank + config.nproc_per_node)
         self._servers = servers
         self._process_ranks = [*self._ranks, *servers]
-        self._processes = LocalProcesses(folder, config.workers, board)
+        self._processes = LocalProcesses(folder, config.workers, board, fork_server)
         self._sampler = ResourceSampler(
             folder.resources_file(config.node_rank),
             [os.getpid()],

@@ -1,23 +1,21 @@
 """Child processes of a launcher on this machine: workers, parameter servers, other programs.
 
-`LocalProcesses` starts them, ends them together and determines why one failed. It does not import
-torch, which takes seconds, unless one fails.
+`LocalProcesses` starts them, from the launcher's fork server if it has one, ends them together and
+determines why one failed. It does not import torch, which takes seconds, unless one fails.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from signal import Signals
+from signal import SIGKILL, Signals
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Self
 
-from paceline.child_process import pythonpath
 from paceline.comm.rank_info import RankInfo
 from paceline.errors import RunError
+from paceline.launch.fork_server import ChildProcess, ForkServer, start_python
 from paceline.launch.signals import describe_exit
 from paceline.records import RunFolder
 
@@ -33,18 +31,24 @@ class LocalProcesses:
     """Processes by rank; those that still run are killed at the end of the block."""
 
     def __init__(
-        self, folder: RunFolder, world_size: int, board: FailureBoard | None = None
+        self,
+        folder: RunFolder,
+        world_size: int,
+        board: FailureBoard | None = None,
+        fork_server: ForkServer | None = None,
     ) -> None:
         """`board` orders failures across nodes; without one, clocks do.
 
-        Ranks from `world_size` on are parameter servers.
+        Ranks from `world_size` on are parameter servers. Without `fork_server`, every process is a
+        new interpreter.
         """
         self.folder = folder
         self.failure_orders: dict[int, int] = {}
         """The board's count for each failed process, in the order in which they were noticed."""
         self._world_size = world_size
         self._board = board
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._fork_server = fork_server
+        self._processes: dict[int, ChildProcess] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -58,10 +62,20 @@ class LocalProcesses:
         RunError if the system starts no process, OSError if the output file cannot be opened.
         """
         rank = rank_info.rank
-        # Only rank 0 writes to the terminal: the output of several ranks would be mixed.
-        self._processes[rank] = spawn(
-            program, rank_info, arguments, self.output_file(rank), shown=rank == 0
-        )
+        with self.output_file(rank).open("ab") as file:
+            try:
+                self._processes[rank] = start_python(
+                    self._fork_server,
+                    ["-m", "paceline.launch.child_main", program, *arguments],
+                    name=f"{program} {rank}",
+                    environment={**os.environ, **rank_info.to_environment()},
+                    # Only rank 0 writes to the terminal: the output of several would be mixed.
+                    stdout=None if rank == 0 else file.fileno(),
+                    stderr=file.fileno(),
+                    death_signal=SIGKILL,
+                )
+            except OSError as error:
+                raise RunError(f"cannot start a {program} process: {error.strerror}") from None
 
     def codes(self) -> dict[int, int | None]:
         """The exit code of each process by rank; None while it runs."""
@@ -151,23 +165,3 @@ class LocalProcesses:
         """As messages call the process."""
         servers = self._world_size
         return f"rank {rank}" if rank < servers else f"server {rank - servers}"
-
-
-def spawn(
-    program: str, rank_info: RankInfo, arguments: Sequence[str], output: Path, shown: bool
-) -> subprocess.Popen[bytes]:
-    """Start a child process that ends with this one; unless `shown`, `output` gets its stdout."""
-    command = [sys.executable, "-m", "paceline.launch.child_main", str(os.getpid()), program]
-    with output.open("ab") as file:
-        try:
-            return subprocess.Popen(
-                [*command, *arguments],
-                env={**os.environ, **rank_info.to_environment(), "PYTHONPATH": pythonpath()},
-                stdout=None if shown else file,
-                stderr=file,
-                stdin=subprocess.DEVNULL,
-                # Ctrl-C reaches the whole foreground group; the launcher decides what to do.
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise RunError(f"cannot start a {program} process: {error.strerror}") from None

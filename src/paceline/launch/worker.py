@@ -44,7 +44,7 @@ from paceline.measure.startup import StartupTimer
 from paceline.records import RunFolder, read_json
 from paceline.strategies import create_strategy
 from paceline.training.checkpoint import Checkpoint, CheckpointStore
-from paceline.training.device import choose_device
+from paceline.training.device import choose_device, threads_of
 from paceline.training.display import open_display
 from paceline.training.rank_report import RankReport
 from paceline.training.run_state import check_fits
@@ -60,6 +60,8 @@ def main(arguments: list[str]) -> int:
     resumed, quiet = arguments[2] == "resumed", arguments[3] == "quiet"
     rank_info = environment.detect()
     assert rank_info is not None
+    # A fork has the number of the process that imported torch, which may have other cores.
+    torch.set_num_threads(threads_of(config))
     with (
         SignalMonitor() as signals,
         connect_workers(config, rank_info) as communicator,

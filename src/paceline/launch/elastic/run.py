@@ -26,6 +26,7 @@ from paceline.launch.elastic.rendezvous import (
 )
 from paceline.launch.elastic.store_client import LostContactError, StoreClient
 from paceline.launch.environment import store_port
+from paceline.launch.fork_server import ForkServer
 from paceline.launch.messages import (
     MalformedError,
     check_fields,
@@ -46,7 +47,12 @@ PART_SECONDS = 10.0
 """How long node 0 waits for the next part of another node's records."""
 
 
-def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> RunOutcome:
+def run(
+    config: RunConfig,
+    resumed: RunFolder | None,
+    quiet: bool,
+    fork_server: ForkServer | None = None,
+) -> RunOutcome:
     """Take part until the run ends; the first node writes the result."""
     limits = config.elastic_limits
     assert limits is not None
@@ -63,7 +69,7 @@ def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> RunOutcome
         port = port_of(store)
         client = StoreClient(PrefixStore("elastic", store), f"{config.master_addr}:{port}")
         with contextlib.closing(client):
-            setup = _Setup(config, client, port, resumed, quiet, signals)
+            setup = _Setup(config, client, port, resumed, quiet, signals, fork_server)
             node = _FirstNode(setup) if leads else _OtherNode(setup, _await_run(setup))
             with node.joined():
                 return node.conclude(node.train())
@@ -79,6 +85,7 @@ class _Setup:
     resumed: RunFolder | None
     quiet: bool
     signals: SignalMonitor
+    fork_server: ForkServer | None = None
 
 
 def _await_run(setup: _Setup) -> dict[str, Any]:
@@ -116,6 +123,7 @@ class _Node:
         self._resumed = setup.resumed
         self._quiet = setup.quiet
         self._signals = setup.signals
+        self._fork_server = setup.fork_server
         self._number = setup.client.register()
         self._rounds = ElasticRendezvous(
             setup.client, self._number, setup.config.master_addr, setup.port
@@ -154,6 +162,7 @@ class _Node:
             self._quiet,
             attempt=current.number,
             board=FailureBoard(self._client.ask, current.number),
+            fork_server=self._fork_server,
         )
 
 

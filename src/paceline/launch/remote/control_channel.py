@@ -18,14 +18,16 @@ import selectors
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from threading import Thread
 from time import monotonic, sleep
 from typing import IO, Any
 
 from paceline import __version__
 from paceline.errors import ERROR_PREFIX, PacelineError, UsageError
+from paceline.launch.fork_server import ChildProcess
 from paceline.launch.signals import SIGNALS
 
 STATUS_MARK = "\x1e"
@@ -38,6 +40,8 @@ LAST_ITERATION_SECONDS = 5.0
 """Time for workers to agree on a last iteration when the launcher is gone."""
 CLEARING_SECONDS = 3.0
 """Time for this node's launcher to end its workers after that."""
+
+EXIT_POLL_SECONDS = 0.0005
 
 _INPUT = 0
 
@@ -105,13 +109,33 @@ def report_errors(action: Callable[[], object]) -> int:
     return 0
 
 
-def exit_with_launcher() -> None:
-    """From now on, forward the launcher's signals, and exit soon after it does."""
-    Thread(target=_watch, name="launcher", daemon=True).start()
+class LauncherWatch:
+    """A thread that forwards the launcher's signals, and ends this process soon after it."""
+
+    def __init__(self) -> None:
+        self.resume()
+
+    def resume(self) -> None:
+        self._paused, self._pause = os.pipe()
+        self._thread = Thread(target=_watch, args=[self._paused], name="launcher", daemon=True)
+        self._thread.start()
+
+    @contextlib.contextmanager
+    def pausing(self) -> Iterator[None]:
+        """Run a block without the thread, in a process that must not have any."""
+        os.close(self._pause)
+        self._thread.join()
+        while Path(f"/proc/self/task/{self._thread.native_id}").exists():
+            sleep(EXIT_POLL_SECONDS)
+        os.close(self._paused)
+        yield
+        self.resume()
 
 
-def _watch() -> None:
-    while select.select([_INPUT], [], [], SILENCE_SECONDS)[0]:
+def _watch(paused: int) -> None:
+    while ready := select.select([_INPUT, paused], [], [], SILENCE_SECONDS)[0]:
+        if paused in ready:
+            return
         received = os.read(_INPUT, 4096)
         if not received:
             break
@@ -165,18 +189,23 @@ def popen_piped(
         # Ctrl-C reaches the whole foreground group; the supervisor forwards it.
         start_new_session=True,
     )
+    send_request(process, request)
+    return process
+
+
+def send_request(process: ChildProcess, request: bytes) -> None:
+    """Write the first line of the input of a process."""
     assert process.stdin is not None
     # A process that ended at once reports why by other means.
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write(request)
         process.stdin.flush()
-    return process
 
 
 class NodeProcess:
     """The process on a node: shows its output and keeps its errors."""
 
-    def __init__(self, node: int, process: subprocess.Popen[bytes], prefix: str) -> None:
+    def __init__(self, node: int, process: ChildProcess, prefix: str) -> None:
         self.end = NodeExit(node)
         self._process = process
         self._prefix = prefix

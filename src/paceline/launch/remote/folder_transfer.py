@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import shutil
-import subprocess
 import sys
 import tarfile
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from typing import IO, Any
 
 from paceline.config import RunConfig, fields, from_record, option_of
 from paceline.errors import ERROR_PREFIX, RecordsError, RunError, UsageError
+from paceline.launch.fork_server import ChildProcess
 from paceline.launch.remote.control_channel import read_request, report_errors
 from paceline.launch.remote.machines import Machines
 from paceline.records import LAUNCHER_FILES, LOCATION_FIELDS, RunFolder
@@ -214,7 +214,7 @@ def _identity(folder: RunFolder) -> list[int | str] | None:
 @contextlib.contextmanager
 def _transfer(
     machines: Machines, node: int, action: str, request: dict[str, Any]
-) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, Any]]]:
+) -> Iterator[tuple[ChildProcess, dict[str, Any]]]:
     argv = [machines.python, "-m", "paceline.launch.remote.folder_transfer", action]
     process = machines.start(node, argv, json.dumps(request).encode() + b"\n")
     assert process.stdin is not None
@@ -258,7 +258,7 @@ def _answer(line: bytes, address: str) -> dict[str, Any]:
     )
 
 
-def _error_message(process: subprocess.Popen[bytes]) -> str:
+def _error_message(process: ChildProcess) -> str:
     """The error that the process reported, otherwise its last line of output."""
     assert process.stderr is not None
     lines = process.stderr.read().decode(errors="replace").strip().splitlines()

@@ -19,11 +19,13 @@ from typing import NamedTuple, Protocol, Self
 from paceline.child_process import pythonpath
 from paceline.emulation.cluster import EmulatedCluster
 from paceline.errors import PacelineError, RunError, UsageError, from_exit_code
+from paceline.launch.fork_server import ChildProcess, ForkServer, start_python
 from paceline.launch.remote.control_channel import (
     HEARTBEAT_SECONDS,
     NodeExit,
     NodeProcess,
     popen_piped,
+    send_request,
 )
 from paceline.launch.signals import SignalMonitor, describe_exit
 
@@ -49,7 +51,7 @@ class Machines(Protocol):
     def python(self) -> str:
         """The Python interpreter on these machines that has paceline."""
 
-    def start(self, node: int, argv: Sequence[str], request: bytes) -> subprocess.Popen[bytes]:
+    def start(self, node: int, argv: Sequence[str], request: bytes) -> ChildProcess:
         """Start a command on a node, with pipes for its input, output and errors.
 
         `request` is written to its input, which stays open as long as the launcher runs.
@@ -222,15 +224,27 @@ class NodeSupervisor:
 class EmulatedMachines:
     """Nodes of an emulated cluster (`--cluster`)."""
 
-    def __init__(self, cluster: EmulatedCluster) -> None:
+    def __init__(self, cluster: EmulatedCluster, fork_server: ForkServer | None = None) -> None:
         self._cluster = cluster
+        self._fork_server = fork_server
         self.addresses = cluster.addresses
         self.cluster_file = str(cluster.state.path)
         self.python = sys.executable
 
-    def start(self, node: int, argv: Sequence[str], request: bytes) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, "PYTHONPATH": pythonpath()}
-        return popen_piped(self._cluster.command(node, argv), request, environment)
+    def start(self, node: int, argv: Sequence[str], request: bytes) -> ChildProcess:
+        if self._fork_server is None or argv[:2] != [self.python, "-m"]:
+            environment = {**os.environ, "PYTHONPATH": pythonpath()}
+            return popen_piped(self._cluster.command(node, argv), request, environment)
+        process = start_python(
+            self._fork_server,
+            ["-m", "paceline.emulation.node", str(self._cluster.state.path), str(node), *argv[2:]],
+            name=f"node {node}",
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        send_request(process, request)
+        return process
 
     def explain(self, end: NodeExit) -> PacelineError:
         return RunError(describe_node_exit(end, self.addresses[end.node]))

@@ -10,6 +10,7 @@ import importlib
 import os
 import signal
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -17,14 +18,16 @@ from typing import NoReturn
 from paceline import __version__
 from paceline.config import RunConfig, from_record
 from paceline.errors import ERROR_PREFIX, StoppedError
+from paceline.launch.fork_server import ForkServer
 from paceline.launch.remote.control_channel import (
     TRAIN,
+    LauncherWatch,
     NodeTask,
-    exit_with_launcher,
     report_errors,
     send_status,
 )
 from paceline.launch.signals import SIGNALS
+from paceline.measure.startup import importing
 from paceline.records import RunFolder
 from paceline.training.display import COLUMNS_VARIABLE
 
@@ -34,11 +37,11 @@ def main() -> None:
         signal.signal(number, _exit_on_signal)
     task = NodeTask.read()
     send_status(version=__version__)
-    exit_with_launcher()
+    watch = LauncherWatch()
     if task.terminal_columns:
         os.environ[COLUMNS_VARIABLE] = str(task.terminal_columns)
     if task.program == TRAIN:
-        _train(task)
+        _train(task, watch)
     else:
         importlib.import_module(task.program).run_task(task)
 
@@ -50,16 +53,19 @@ def _exit_on_signal(number: int, frame: FrameType | None) -> NoReturn:
     os._exit(StoppedError.exit_code)
 
 
-def _train(task: NodeTask) -> None:
-    from paceline.launch import launcher
-    from paceline.launch.termination import Termination
-    from paceline.training.process import keep_freed_memory
+def _train(task: NodeTask, watch: LauncherWatch) -> None:
+    with importing():
+        from paceline.launch import launcher
+        from paceline.launch.termination import Termination
+        from paceline.training.process import keep_freed_memory
 
     keep_freed_memory()
+    with watch.pausing():
+        server = ForkServer.fork()
     config = from_record(task.config)
-    outcome = launcher.launch_local(
-        config, _resumed(config) if task.is_resumed else None, task.quiet
-    )
+    with server or nullcontext() as fork_server:
+        resumed = _resumed(config) if task.is_resumed else None
+        outcome = launcher.launch_local(config, resumed, task.quiet, fork_server)
     send_status(identity=outcome.folder.identity())
     if outcome.exit_code and outcome.result is not None:
         raise Termination(outcome.result["cause"], outcome.exit_code).error()

@@ -18,6 +18,7 @@ from paceline import __version__
 from paceline.config import RunConfig, cluster_spec
 from paceline.emulation.state import cluster_record
 from paceline.errors import PacelineError, RecordsError, RunError, StoppedError, UsageError
+from paceline.launch.fork_server import ForkServer
 from paceline.launch.record_collection import read_reports
 from paceline.launch.remote.control_channel import TRAIN, NodeExit, NodeTask
 from paceline.launch.remote.folder_transfer import download, upload
@@ -31,8 +32,13 @@ from paceline.records import Result, RunFolder
 LOOPBACK = "127.0.0.1"
 
 
-def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> RunOutcome:
-    with SignalMonitor() as signals, machines_of(config, quiet) as machines:
+def run(
+    config: RunConfig,
+    resumed: RunFolder | None,
+    quiet: bool,
+    fork_server: ForkServer | None = None,
+) -> RunOutcome:
+    with SignalMonitor() as signals, machines_of(config, quiet, fork_server) as machines:
         try:
             return run_on(machines, config, resumed, quiet, signals)
         finally:
@@ -41,7 +47,9 @@ def run(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> RunOutcome
 
 
 @contextlib.contextmanager
-def machines_of(config: RunConfig, quiet: bool = False) -> Iterator[Machines]:
+def machines_of(
+    config: RunConfig, quiet: bool = False, fork_server: ForkServer | None = None
+) -> Iterator[Machines]:
     """The machines that a configuration names or describes, for the duration of the block."""
     if config.hosts:
         yield SshMachines(config.hosts)
@@ -52,7 +60,7 @@ def machines_of(config: RunConfig, quiet: bool = False) -> Iterator[Machines]:
 
     spec = cluster_spec.parse_recorded(config.cluster or "")
     with EmulatedCluster.up(spec, quiet=quiet) as cluster:
-        yield EmulatedMachines(cluster)
+        yield EmulatedMachines(cluster, fork_server)
 
 
 def run_on(

@@ -1,0 +1,141 @@
+"""Programs of a fork server behave like new processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from paceline.launch.fork_server import ForkServer, start_python
+from tests.support.commands import wait_until
+from tests.support.warm import PrewarmedStarter
+
+SLEEPER = ["-m", "tests.support.sleeper"]
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def server(starter: PrewarmedStarter, monkeypatch: pytest.MonkeyPatch) -> ForkServer:
+    monkeypatch.chdir(ROOT)
+    return starter.fork_server
+
+
+def description(server: ForkServer | None, *words: str) -> dict[str, Any]:
+    process = start_python(
+        server,
+        ["-m", "tests.support.report_process", *words],
+        environment={**os.environ, "RANK": "3"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdin.write(b"a line\n")
+    process.stdin.close()
+    out, err = process.stdout.read(), process.stderr.read()
+    process.stdout.close()
+    process.stderr.close()
+    assert (process.wait(20), err) == (7, b"at exit\n")
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux has fork servers")
+def test_a_fork_has_what_a_new_process_has(server: ForkServer) -> None:
+    cold, forked = description(None, "one", "two"), description(server, "one", "two")
+    assert forked["argv"] == ["one", "two"]
+    assert forked["parent"] == os.getpid()
+    assert cold.pop("random") != forked.pop("random")
+    assert forked == cold
+
+
+def test_forks_have_random_numbers_of_their_own(server: ForkServer) -> None:
+    one, other = description(server)["random"], description(server)["random"]
+    assert not set(one) & set(other)
+
+
+def test_a_fork_ends_by_a_signal_like_any_process(server: ForkServer) -> None:
+    process = start_python(server, SLEEPER)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.01)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == -signal.SIGTERM
+    process.kill()
+    assert process.poll() == -signal.SIGTERM
+
+
+def test_without_its_server_a_program_starts_in_a_new_interpreter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(ROOT)
+    with ForkServer.spawn() as server:
+        server._process.kill()
+        assert description(server, "word")["argv"] == ["word"]
+
+
+def test_an_environment_that_no_message_can_carry_needs_a_new_interpreter(
+    server: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(20):
+        monkeypatch.setenv(f"LARGE_{number}", "x" * 100_000)
+    with ForkServer.spawn() as server:
+        assert len(description(server)["environment"]["LARGE_0"]) == 100_000
+
+
+def test_a_process_with_threads_forks_no_server() -> None:
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait)
+    thread.start()
+    try:
+        assert ForkServer.fork() is None
+    finally:
+        end.set()
+        thread.join()
+
+
+PROGRAM = """
+import sys, time, subprocess
+import numpy
+from paceline.launch.fork_server import ForkServer, start_python
+from tests.support.native_threads import start_native_thread
+if sys.argv[1] == "native":
+    start_native_thread()
+server = ForkServer.fork()
+if server is None:
+    sys.exit(3)
+print(start_python(server, ["-m", "tests.support.sleeper"]).pid, flush=True)
+print(start_python(server, ["-m", "tests.support.sleeper"], death_signal=15).pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_process_with_threads_of_a_library_forks_no_server() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM, "native"], cwd=ROOT, timeout=60)
+    assert done.returncode == 3
+
+
+def test_a_server_and_what_is_tied_end_with_the_process_that_forked_it() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, "none"], cwd=ROOT, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        untied, tied = (psutil.Process(int(process.stdout.readline())) for _ in range(2))
+        children = psutil.Process(process.pid).children()
+        (server,) = [child for child in children if child not in (untied, tied)]
+        process.kill()
+    try:
+        for ended in (server, tied):
+            wait_until(lambda ended=ended: not ended.is_running(), "it ended")  # type: ignore[misc]
+        assert untied.is_running()
+    finally:
+        untied.kill()
