@@ -14,14 +14,15 @@ def lenet(sample_shape: tuple[int, ...], classes: int, *, width: Width = 1) -> n
     """5x5 convolutions to 6 and 16 channels, each with ReLU and max-pooling; 64 hidden units."""
     channels, rows, columns = image_shape("lenet", sample_shape, MIN_SIDE)
     first, second, hidden = (scaled(count, width) for count in (6, 16, 64))
+    # ReLU after pooling gives the same values and gradients, for a quarter of the elements.
     features = second * _output_side(rows) * _output_side(columns)
     return nn.Sequential(
         nn.Conv2d(channels, first, 5),
-        nn.ReLU(),
         nn.MaxPool2d(2),
+        nn.ReLU(),
         nn.Conv2d(first, second, 5),
-        nn.ReLU(),
         nn.MaxPool2d(2),
+        nn.ReLU(),
         nn.Flatten(),
         nn.Linear(features, hidden),
         nn.ReLU(),
