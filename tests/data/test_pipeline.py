@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from paceline.data.dataset import Split
 from paceline.data.image_transforms import (
@@ -63,6 +64,39 @@ def test_batch_is_normalized_by_mean_and_std() -> None:
         inputs, labels = path.batch(1, index)
         torch.testing.assert_close(inputs, plain(split.inputs[rows]))
         assert torch.equal(labels, split.targets[rows])
+
+
+def test_per_image_normalization_uses_the_statistics_of_each_channel_of_an_image() -> None:
+    split = image_split()
+    split.inputs[3] = 7
+    transform = ImageTransform(MEAN, STD, per_image=True)
+    path = InputPipeline(split, transform, GlobalBatchSampler(50, 50, seed=4), channels_last=True)
+    inputs, _ = path.batch(0, 0)
+    pixels = split.inputs[path.order.batch(0, 0)].double()
+    variance, mean = torch.var_mean(pixels, (2, 3), correction=0, keepdim=True)
+    expected = (pixels - mean) / (variance + 16).sqrt()
+    torch.testing.assert_close(inputs.double(), expected, rtol=1e-4, atol=1e-4)
+    assert inputs.is_contiguous(memory_format=torch.channels_last)
+    (tested,) = evaluation_batches(split, transform, batch_size=50)
+    assert torch.equal(tested[0][path.order.batch(0, 0)], inputs)
+
+
+def test_shift_moves_images_by_up_to_two_pixels_and_repeats_their_edges() -> None:
+    images = random_bytes(40, 3, 9, 7)
+    params = params_for(images)
+    padded = F.pad(images.float(), [2] * 4, mode="replicate").to(torch.uint8)
+    expected = [
+        padded[n, :, down : down + 9, right : right + 7]
+        for n, (down, right) in enumerate(zip(params.down, params.right, strict=True))
+    ]
+    shifted = augmented(Augmenter(["shift"]), images)
+    assert torch.equal(shifted, torch.stack(expected))
+    assert set(params.down) == set(params.right) == {0, 1, 2, 3, 4}
+    flipped = [
+        each.flip(2) if flip else each for each, flip in zip(images, params.flipped, strict=True)
+    ]
+    both = augmented(Augmenter(["shift", "flip"]), images)
+    assert torch.equal(both, augmented(Augmenter(["shift"]), torch.stack(flipped), params))
 
 
 def test_images_without_statistics_are_scaled_to_0_1() -> None:

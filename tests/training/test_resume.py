@@ -104,6 +104,7 @@ def test_resumed_run_is_bit_identical_for_every_model(
         {"optimizer": "sgd", "nesterov": True},
         {"optimizer": "adam", "lr": 1e-3},
         {"optimizer": "adamw", "lr": 1e-3, "weight_decay": 0.01},
+        {"optimizer": "muon", "lr": 1e-3, "normalize": "image", "augment": "shift"},
         {"precision": "bf16"},
         {"precision": "fp16", "clip_norm": 1.0},
         {"checkpoint_mode": "background"},

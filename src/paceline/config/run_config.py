@@ -64,11 +64,17 @@ class RunConfig:
         minimum=1,
         input_maximum=MOST_SAMPLES,
     )
+    normalize: str = setting(
+        "dataset",
+        "task",
+        "normalize images by the mean and standard deviation of the dataset, or of each image",
+        choices=("dataset", "image"),
+    )
     augment: tuple[str, ...] = setting(
         (),
         "task",
         "random augmentations of training images, comma-separated",
-        choices=("crop", "flip", "cutout"),
+        choices=("crop", "flip", "cutout", "shift"),
     )
     resident_limit_mib: int = setting(
         4096,
@@ -142,7 +148,12 @@ class RunConfig:
         mutable_on_resume=True,
     )
 
-    optimizer: str = setting("sgd", "optimizer", "optimizer", choices=("sgd", "adam", "adamw"))
+    optimizer: str = setting(
+        "sgd",
+        "optimizer",
+        "optimizer; muon updates weight matrices by Muon and vectors by AdamW",
+        choices=("sgd", "adam", "adamw", "muon"),
+    )
     lr: float = setting(
         0.01,
         "optimizer",
@@ -150,10 +161,10 @@ class RunConfig:
         above=0,
         input_maximum=HIGHEST_RATE,
     )
-    momentum: float = setting(0.9, "optimizer", "SGD momentum", minimum=0, maximum=1)
+    momentum: float = setting(0.9, "optimizer", "momentum of SGD and Muon", minimum=0, maximum=1)
     nesterov: bool = setting(False, "optimizer", "use Nesterov momentum")
     weight_decay: float = setting(
-        0.0, "optimizer", "weight decay; decoupled for adamw", minimum=0, input_maximum=1e6
+        0.0, "optimizer", "weight decay; decoupled for adamw and muon", minimum=0, input_maximum=1e6
     )
     beta1: float = setting(
         0.9, "optimizer", "Adam beta1: decay rate of the first moment", minimum=0, below=1

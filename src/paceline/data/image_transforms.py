@@ -1,4 +1,4 @@
-"""Normalization and augmentation (flip, crop, cutout) of whole batches of uint8 images.
+"""Normalization and augmentation (flip, crop, shift, cutout) of whole batches of uint8 images.
 
 The random parameters of augmentation depend only on (seed, epoch) and on the position of a sample
 in the epoch, so a sample is augmented the same way for any number of workers. The parameters of one
@@ -14,10 +14,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional as F
 
 from paceline.data.sampling import derive_seed
 
 CROP_PAD = 4
+SHIFT_PAD = 2
 CUTOUT_SIDE = 8
 
 _PURPOSE = 0x6175676D
@@ -25,6 +27,9 @@ _PURPOSE = 0x6175676D
 _RANGE = 1 << 62
 _MAX_CROP_BUFFERS = 2
 """One for full batches and one for the smaller last batch of an epoch."""
+
+_IMAGE_EPSILON = 16.0
+"""Added to the variance of an image's pixel values: does not amplify the noise of a flat image."""
 
 Integers = NDArray[np.int64]
 """One per sample. For arrays this small, numpy is faster than torch."""
@@ -38,6 +43,8 @@ class ImageTransform:
     """Per channel, of images scaled to [0, 1]; a single value applies to all channels."""
     std: tuple[float, ...] = ()
     """Images without statistics are only scaled to [0, 1]."""
+    per_image: bool = False
+    """Normalize each channel of an image by its own mean and standard deviation instead."""
 
     @classmethod
     def from_images(cls, images: Tensor) -> ImageTransform:
@@ -61,7 +68,10 @@ class ImageTransform:
 
 
 class Normalizer:
-    """Converts uint8 to floats as (x / 255 - mean) / std per channel, in one fused multiply-add."""
+    """Converts uint8 to floats as (x / 255 - mean) / std per channel, in one fused multiply-add.
+
+    With `per_image`, mean and standard deviation are those of each image instead of the dataset.
+    """
 
     def __init__(
         self,
@@ -76,6 +86,7 @@ class Normalizer:
         self._device = torch.device(device)
         self._sample_shape = tuple(sample_shape)
         self._layout = torch.channels_last if channels_last else torch.contiguous_format
+        self._per_image = transform.per_image
         mean64 = torch.tensor(transform.mean or (0.0,), dtype=torch.float64)
         std64 = torch.tensor(transform.std or (1.0,), dtype=torch.float64)
         self._scale = self._expand(1 / (255 * std64))
@@ -88,6 +99,10 @@ class Normalizer:
         return full.contiguous(memory_format=self._layout)
 
     def __call__(self, images: Tensor) -> Tensor:
+        if self._per_image:
+            pixels = images.to(self._device).to(torch.float32)
+            values = F.layer_norm(pixels, self._sample_shape[1:], eps=_IMAGE_EPSILON)
+            return values.to(self._dtype, memory_format=self._layout)
         # The conversion creates a new tensor, so the arithmetic can be done in place.
         values = images.to(self._device).to(torch.float32, memory_format=self._layout)
         torch.addcmul(self._shift, values, self._scale, out=values)
@@ -105,6 +120,9 @@ class AugmentParams:
     """1 if the image is flipped horizontally, else 0."""
     cut_row: Integers
     cut_column: Integers
+    down: Integers
+    right: Integers
+    """Offset of the shifted image in the padded one."""
 
     def part(self, samples: slice) -> AugmentParams:
         """Return the parameters of the given samples."""
@@ -114,6 +132,8 @@ class AugmentParams:
             self.flipped[samples],
             self.cut_row[samples],
             self.cut_column[samples],
+            self.down[samples],
+            self.right[samples],
         )
 
 
@@ -125,15 +145,17 @@ def draw_augment_params(
     drawn: Integers = torch.randint(_RANGE, (samples,), generator=generator).numpy()
     columns = []
     # The range is so much larger than the product of all bounds that the modulo bias is negligible.
-    for below in (2 * CROP_PAD + 1, 2 * CROP_PAD + 1, 2, height, width):
+    crops, shifts = 2 * CROP_PAD + 1, 2 * SHIFT_PAD + 1
+    for below in (crops, crops, 2, height, width, shifts, shifts):
         columns.append(drawn % below)
         drawn //= below
     return AugmentParams(*columns)
 
 
 class Augmenter:
-    """Gathers samples and applies the enabled transforms in the order "flip", "crop", "cutout".
+    """Gathers samples and applies the enabled transforms: flip, then crop or shift, then cutout.
 
+    A crop pads with zeros, a shift repeats the pixels at the edges.
     Results live in buffers that the augmenter reuses; they are valid until the next call.
     """
 
@@ -144,6 +166,7 @@ class Augmenter:
         self.device = torch.device(device)
         self.fill = torch.tensor(fill, dtype=torch.uint8, device=device).view(1, -1, 1, 1)
         """Value of cut-out pixels, one per channel or one for all channels."""
+        self._pad = SHIFT_PAD if "shift" in self.kinds else CROP_PAD
         self._crop_buffers: dict[tuple[int, ...], _CropBuffer] = {}
 
     def gather(self, source: Tensor, rows: Tensor, params: AugmentParams) -> Tensor:
@@ -162,6 +185,8 @@ class Augmenter:
         images = source.index_select(0, rows).to(self.device)
         if "crop" in self.kinds:
             images = buffer.crop(images, unflipped, position, params.top, params.left)
+        elif "shift" in self.kinds:
+            images = buffer.crop(images, unflipped, position, params.down, params.right)
         elif "flip" in self.kinds:
             images[unflipped:] = images[unflipped:].flip(3)
             images = images.index_select(0, torch.from_numpy(position).to(self.device))
@@ -174,22 +199,37 @@ class Augmenter:
         if buffer is None:
             if len(self._crop_buffers) == _MAX_CROP_BUFFERS:
                 self._crop_buffers.clear()
-            buffer = self._crop_buffers[shape] = _CropBuffer(shape, self.device)
+            buffer = self._crop_buffers[shape] = _CropBuffer(
+                shape, self._pad, self.device, repeats_edges="shift" in self.kinds
+            )
         return buffer
 
 
 class _CropBuffer:
     """Memory, and views of it, for cropping batches of one shape."""
 
-    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], pad: int, device: torch.device, *, repeats_edges: bool
+    ) -> None:
         samples, channels, height, width = shape
-        padded_shape = (channels, height + 2 * CROP_PAD, width + 2 * CROP_PAD)
+        padded_shape = (channels, height + 2 * pad, width + 2 * pad)
         self.shape = shape
         self.indices: Integers = np.arange(samples)
         # One more image than the batch, because a window may extend past the last image.
         padded = torch.zeros(samples + 1, *padded_shape, dtype=torch.uint8, device=device)
         self._size, self._row = padded.stride(0), padded.stride(2)
-        self._inside = padded[:samples, :, CROP_PAD:-CROP_PAD, CROP_PAD:-CROP_PAD]
+        self._inside = padded[:samples, :, pad:-pad, pad:-pad]
+        self._edges: list[tuple[Tensor, Tensor]] = []
+        if repeats_edges:
+            columns, rows = self._inside, padded[:samples]
+            beside = padded[:samples, :, pad:-pad]
+            # Columns first: the rows above and below then have the pixels of the corners.
+            self._edges = [
+                (beside[..., :pad], columns[..., :1]),
+                (beside[..., -pad:], columns[..., -1:]),
+                (rows[:, :, :pad], rows[:, :, pad : pad + 1]),
+                (rows[:, :, -pad:], rows[:, :, -pad - 1 : -pad]),
+            ]
         self._all_windows = padded.as_strided((samples * self._size + 1, self._size), (1, 1))
         self._windows = padded.new_zeros(samples, self._size)
         self._cropped = self._windows.view(samples, *padded_shape)[:, :, :height, :width]
@@ -197,7 +237,7 @@ class _CropBuffer:
     def crop(
         self, images: Tensor, unflipped: int, position: Integers, top: Integers, left: Integers
     ) -> Tensor:
-        """Return windows of the zero-padded images; images from index `unflipped` on are flipped.
+        """Return windows of the padded images; images from index `unflipped` on are flipped.
 
         The bytes of an image from (top, left) on are contiguous, so each window is a single copy
         with rows as long as the padded ones. This is much cheaper than indexing pixels.
@@ -205,6 +245,8 @@ class _CropBuffer:
         self._inside[:unflipped].copy_(images[:unflipped])
         if unflipped < len(images):
             self._inside[unflipped:].copy_(images[unflipped:].flip(3))
+        for margin, edge in self._edges:
+            margin.copy_(edge.expand_as(margin))
         begin = torch.from_numpy(position * self._size + top * self._row + left)
         torch.index_select(self._all_windows, 0, begin.to(images.device), out=self._windows)
         return self._cropped

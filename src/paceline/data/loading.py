@@ -49,6 +49,10 @@ def load_dataset(config: RunConfig) -> Dataset:
     problems = _check(config, dataset)
     if problems:
         raise ConfigError(problems)
+    if config.normalize == "image":
+        assert dataset.transform is not None, "checked above"
+        transform = dataclasses.replace(dataset.transform, per_image=True)
+        dataset = dataclasses.replace(dataset, transform=transform)
     return dataset
 
 
@@ -71,8 +75,15 @@ def _check(config: RunConfig, dataset: Dataset) -> list[str]:
         problems.append(
             f"{flag}: must be at most {limit} for a training set of {samples} samples, got {value}"
         )
-    if config.augment and dataset.transform is None:
-        problems.append(f"--augment: requires uint8 images, but {dataset.name} does not hold them")
+    if dataset.transform is None:
+        problems += [
+            f"{flag}: requires uint8 images, but {dataset.name} does not hold them"
+            for flag, is_used in (
+                ("--augment", bool(config.augment)),
+                ("--normalize image", config.normalize == "image"),
+            )
+            if is_used
+        ]
     return problems
 
 

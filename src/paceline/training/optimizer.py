@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from paceline.config import RunConfig
+from paceline.training.muon import Muon
 
 ONE_CYCLE_RISE = 0.3
 """Fraction of the run in which one_cycle rises to its peak."""
@@ -85,6 +86,15 @@ def build_optimizer(config: RunConfig, parameters: Iterable[nn.Parameter]) -> Op
             nesterov=config.nesterov,
             weight_decay=config.weight_decay,
             fused=True,
+        )
+    if config.optimizer == "muon":
+        return Muon(
+            weights,
+            lr=config.lr,
+            momentum=config.momentum,
+            betas=(config.beta1, config.beta2),
+            eps=config.epsilon,
+            weight_decay=config.weight_decay,
         )
     kind: type[Adam] = {"adam": Adam, "adamw": AdamW}[config.optimizer]
     return kind(

@@ -92,6 +92,17 @@ def test_lenet_with_other_options_matches_one_worker(
         assert distance(own.weights, expected.weights) < ROUNDING
 
 
+@pytest.mark.parametrize(("name", "workers"), strategy_cases(["allreduce", "overlap", "ddp"], (3,)))
+def test_lenet_with_muon_matches_one_worker(
+    pool: WorkerPool, tmp_path: Path, name: str, workers: int
+) -> None:
+    recipe = {"optimizer": "muon", "lr": 1e-3, "normalize": "image", "augment": "shift"}
+    settings = {**LENET, **recipe}
+    expected = alone(pool, tmp_path, settings)
+    for own in run(pool, workers, tmp_path, strategy=name, **settings):
+        assert distance(own.weights, expected.weights) < ROUNDING
+
+
 @pytest.mark.parametrize("shares", [(), ("2", "1", "1")], ids=["equal", "unequal"])
 @pytest.mark.parametrize("name", ["overlap", "parameter_server"])
 def test_sync_batch_norm_has_the_statistics_of_one_worker(
