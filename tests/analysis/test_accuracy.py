@@ -8,14 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from paceline.analysis.accuracy import AccuracyDifference, compare_accuracy
+from paceline.analysis.accuracy import (
+    AccuracyDifference,
+    compare_accuracy,
+    compare_training_lengths,
+    find_chance_accuracy,
+)
 from paceline.analysis.collection import collect
 from paceline.analysis.comparison import read_comparison, significance
 from paceline.analysis.run import open_run
 from paceline.analysis.run_group import RunGroup
+from paceline.analysis.statistics import binomial_p
+from paceline.analysis.verdict import make_verdict
 from paceline.report.build import to_document
 from paceline.report.document import Table, Text
-from paceline.report.wording import accuracy_note
+from paceline.report.wording import accuracy_note, findings, headline
 from tests.support.records import FakeRun, write_repeats, write_run
 
 
@@ -108,3 +115,68 @@ def test_accuracies_of_different_data_are_not_held_against_each_other(tmp_path: 
     assert text == Text("Not compared: accuracies are of different data.", "answer")
     assert isinstance(table, Table)
     assert "below the best" not in table.columns
+
+
+def test_a_binomial_tail_is_the_sum_of_its_terms() -> None:
+    terms = (math.comb(20, count) * 0.1**count * 0.9 ** (20 - count) for count in range(5, 21))
+    assert binomial_p(5, 20, 0.1) == pytest.approx(math.fsum(terms))
+    assert binomial_p(0, 20, 0.1) == 1.0
+    assert binomial_p(20, 20, 0.1) == pytest.approx(0.1**20)
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "samples", "is_chance"),
+    [
+        # Guessing gets 4 or more of 20 right in 13% of cases, 5 or more in 4%.
+        ([0.20], 20, True),
+        ([0.25], 20, False),
+        ([0.11], 1000, True),
+        ([0.13], 1000, False),
+        ([0.05], 1000, True),
+        # Repeats share the test set, so they do not make it larger.
+        ([0.11] * 5, 1000, True),
+    ],
+)
+def test_an_accuracy_that_guessing_explains_is_at_chance(
+    tmp_path: Path, accuracies: list[float], samples: int, is_chance: bool
+) -> None:
+    found = find_chance_accuracy([cell_of(tmp_path, "a", accuracies, samples)])
+    assert [one.label for one in found] == ["a"] * is_chance
+
+
+def test_more_configurations_need_a_clearer_accuracy(tmp_path: Path) -> None:
+    groups = [cell_of(tmp_path, name, [0.25], 20) for name in "abcdef"]
+    assert not find_chance_accuracy(groups[:1])
+    assert len(find_chance_accuracy(groups)) == 6
+
+
+def test_own_data_have_an_unknown_number_of_classes(tmp_path: Path) -> None:
+    settings = {"data": "mine:set", "test_samples": 20}
+    run = open_run(write_run(tmp_path, FakeRun("own", settings, accuracy=0.1)))
+    assert find_chance_accuracy([RunGroup("own", [run])]) == []
+
+
+def test_an_accuracy_at_chance_is_in_the_headline(tmp_path: Path) -> None:
+    groups = [cell_of(tmp_path, "a", [0.11], 100), cell_of(tmp_path, "b", [0.9], 100)]
+    text = "not distinguishable from chance (1 in 10) with a (0.1100)"
+    assert text in headline(make_verdict(groups))
+    assert "chance" not in headline(make_verdict(groups[1:]))
+
+
+def test_runs_of_different_length_are_a_finding(tmp_path: Path) -> None:
+    runs = [open_run(write_run(tmp_path, FakeRun(f"{number}", iterations=count)))
+            for number, count in enumerate((100, 100, 200))]  # fmt: skip
+    groups = [RunGroup(f"{index}", [run]) for index, run in enumerate(runs)]
+    assert compare_training_lengths(groups[:2]) is None
+    lengths = compare_training_lengths(groups)
+    assert lengths is not None
+    assert (lengths.shortest.label, lengths.longest.label) == ("0", "2")
+    (finding,) = (one for one in findings(make_verdict(groups)) if one.subject == "Training length")
+    assert "0 was trained on 3,200 samples, 2 on 6,400" in finding.text
+
+
+def test_runs_to_a_target_may_have_different_lengths(tmp_path: Path) -> None:
+    settings = {"target_accuracy": 0.5}
+    runs = [open_run(write_run(tmp_path, FakeRun(f"{count}", settings, iterations=count)))
+            for count in (100, 200)]  # fmt: skip
+    assert compare_training_lengths([RunGroup("a", [run]) for run in runs]) is None

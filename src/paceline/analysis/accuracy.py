@@ -11,6 +11,7 @@ from paceline.analysis.run_group import RunGroup, known
 from paceline.analysis.statistics import (
     ALPHA,
     Difference,
+    binomial_p,
     correct,
     difference,
     relative_increase,
@@ -23,6 +24,7 @@ from paceline.data.manifest import OFFICIAL_SETS
 DRAWN_SETS = ("digits", "plain_digits")
 DRAWN_TEST_SAMPLES = 10_000
 """Default of the generated datasets."""
+DRAWN_CLASSES = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,78 @@ def size_of_test_set(config: RunConfig) -> int | None:
     if config.data in OFFICIAL_SETS:
         return OFFICIAL_SETS[config.data].test_samples
     return DRAWN_TEST_SAMPLES if config.data in DRAWN_SETS else None
+
+
+@dataclass(frozen=True, slots=True)
+class ChanceAccuracy:
+    """An accuracy that guessing explains."""
+
+    label: str
+    accuracy: float
+    classes: int
+    test_samples: int
+
+
+def find_chance_accuracy(groups: Sequence[RunGroup]) -> list[ChanceAccuracy]:
+    """Configurations whose accuracy is not above that of guessing, by a binomial test.
+
+    Each is tested at 5% over the number of configurations, with the size of the test set as the
+    number of trials, since repeats share the test set. Data with an unknown number of classes are
+    not tested.
+    """
+    tested = [
+        ChanceAccuracy(group.label, accuracy, classes, samples)
+        for group in groups
+        if (accuracy := group.mean_of("test_accuracy")) is not None
+        and (classes := _classes(group.config)) is not None
+        and (samples := size_of_test_set(group.config)) is not None
+    ]
+    return [
+        one
+        for one in tested
+        if binomial_p(round(one.accuracy * one.test_samples), one.test_samples, 1 / one.classes)
+        > ALPHA / len(tested)
+    ]
+
+
+def _classes(config: RunConfig) -> int | None:
+    if config.data in OFFICIAL_SETS:
+        return OFFICIAL_SETS[config.data].classes
+    return DRAWN_CLASSES if config.data in DRAWN_SETS else None
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingLengths:
+    """The shortest and the longest of configurations that were trained differently long."""
+
+    shortest: RunGroup
+    fewest_samples: int
+    longest: RunGroup
+    most_samples: int
+
+
+MOST_LENGTH_DIFFERENCE = 0.02
+"""Last batches of an epoch differ by less than this share."""
+
+
+def compare_training_lengths(groups: Sequence[RunGroup]) -> TrainingLengths | None:
+    """None if all were trained on about equally many samples, or until a target."""
+    known_lengths = [
+        (int(result["samples"]), group)
+        for group in groups
+        if group.finals("test_accuracy")
+        and group.config.target_accuracy is None
+        and (result := group.finished[0].result) is not None
+        and result["samples"]
+    ]
+    if len(known_lengths) < 2:
+        return None
+    (fewest, shortest), (most, longest) = (
+        choose(known_lengths, key=lambda one: one[0]) for choose in (min, max)
+    )
+    if most - fewest <= MOST_LENGTH_DIFFERENCE * most:
+        return None
+    return TrainingLengths(shortest, fewest, longest, most)
 
 
 def _floors(first: RunGroup, other: RunGroup) -> tuple[float, float]:

@@ -119,6 +119,11 @@ def two_sided_p(statistic: float, degrees: float) -> float:
     return _incomplete_beta(degrees / 2, 0.5, degrees / (degrees + statistic**2))
 
 
+def binomial_p(successes: int, trials: int, chance: float) -> float:
+    """The chance of at least so many successes, each with probability `chance`."""
+    return 1.0 if successes <= 0 else _incomplete_beta(successes, trials - successes + 1, chance)
+
+
 @lru_cache(maxsize=4096)
 def t_quantile(degrees: float, alpha: float = ALPHA) -> float:
     """The two-sided critical value of Student's t: it is further from zero with chance alpha."""

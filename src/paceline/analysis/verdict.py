@@ -9,7 +9,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.analysis.accuracy import AccuracyDifference, compare_accuracy
+from paceline.analysis.accuracy import (
+    AccuracyDifference,
+    ChanceAccuracy,
+    TrainingLengths,
+    compare_accuracy,
+    compare_training_lengths,
+    find_chance_accuracy,
+)
 from paceline.analysis.communication import read_comm_measurements
 from paceline.analysis.contention import CpuContention, find_contention
 from paceline.analysis.phases import Bottleneck, Explanation, explain, find_bottleneck
@@ -64,6 +71,10 @@ class Verdict:
     bottlenecks: list[Bottleneck] = field(default_factory=list)
     stragglers: list[Straggler] = field(default_factory=list)
     accuracy_loss: AccuracyLoss | None = None
+    at_chance: list[ChanceAccuracy] = field(default_factory=list)
+    """Accuracies that guessing explains."""
+    lengths: TrainingLengths | None = None
+    """Of the ranked configurations, where they were trained on different numbers of samples."""
     recommendations: list[Recommendation] = field(default_factory=list)
 
     @property
@@ -82,7 +93,13 @@ def make_verdict(groups: Sequence[RunGroup], comm: Sequence[Path] = ()) -> Verdi
     alike = max(kinds.values(), key=len) if len(kinds) > 1 else groups
     exact, approximate = rank_groups(alike).split_exact()
     ranking = exact if exact.entries else approximate
-    verdict = Verdict(groups, has_several_kinds=len(kinds) > 1, contention=find_contention(groups))
+    verdict = Verdict(
+        groups,
+        has_several_kinds=len(kinds) > 1,
+        contention=find_contention(groups),
+        at_chance=find_chance_accuracy(groups),
+        lengths=compare_training_lengths(alike),
+    )
     # On a busy machine contention explains what looks like a straggler or a bottleneck.
     disturbed = {one.label for one in verdict.contention}
     verdict.stragglers = [

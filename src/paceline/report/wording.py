@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from paceline import formatting
 from paceline.analysis import recommendations as advice
-from paceline.analysis.accuracy import AccuracyDifference
+from paceline.analysis.accuracy import AccuracyDifference, ChanceAccuracy
 from paceline.analysis.comparison import FigureRow, StudyPair, summarize_pair
 from paceline.analysis.contention import CpuContention
 from paceline.analysis.phases import Bottleneck, CommunicationCause, Explanation
@@ -76,7 +76,7 @@ def headline(verdict: Verdict) -> str:
         text = _fastest(verdict, ranking)
         if verdict.has_several_kinds:
             text = f"Of {_kind(ranking.entries[0].group)}: {text}"
-    return text + rerun_sentence(verdict.contention)
+    return text + chance_sentence(verdict.at_chance) + rerun_sentence(verdict.contention)
 
 
 def _fastest(verdict: Verdict, ranking: Ranking) -> str:
@@ -240,6 +240,17 @@ def rerun_sentence(found: Sequence[CpuContention]) -> str:
     return (
         f" Other processes used up to {most} of the CPU during these runs: rerun on a quiet machine"
         " before drawing conclusions."
+    )
+
+
+def chance_sentence(found: Sequence[ChanceAccuracy]) -> str:
+    """What to append to a headline; empty if every accuracy is above chance."""
+    if not found:
+        return ""
+    names = listed([f"{one.label} ({one.accuracy:.4f})" for one in found], NAMED)
+    return (
+        f" Test accuracy is not distinguishable from chance (1 in {found[0].classes}) with {names}:"
+        " train longer or evaluate on more samples before comparing accuracies."
     )
 
 
@@ -465,6 +476,14 @@ def _about_straggler(one: Straggler) -> Finding:
 
 
 def _about_accuracy(verdict: Verdict) -> Iterator[Finding]:
+    if verdict.lengths is not None:
+        shortest, longest = verdict.lengths.shortest, verdict.lengths.longest
+        yield Finding(
+            "Training length",
+            f"{shortest.label} was trained on {verdict.lengths.fewest_samples:,} samples,"
+            f" {longest.label} on {verdict.lengths.most_samples:,}: accuracies, losses and wall"
+            " times are not comparable, times per iteration are.",
+        )
     loss = verdict.accuracy_loss
     if loss is not None:
         note = accuracy_note(loss.difference)
