@@ -78,17 +78,22 @@ def test_without_its_server_a_program_starts_in_a_new_interpreter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(ROOT)
-    with ForkServer.spawn() as server:
+    spawned = ForkServer.spawn()
+    assert spawned is not None
+    with spawned as server:
         server._process.kill()
         assert description(server, "word")["argv"] == ["word"]
 
 
 def test_an_environment_that_no_message_can_carry_needs_a_new_interpreter(
-    server: ForkServer, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(ROOT)
     for number in range(20):
         monkeypatch.setenv(f"LARGE_{number}", "x" * 100_000)
-    with ForkServer.spawn() as server:
+    spawned = ForkServer.spawn()
+    assert spawned is not None
+    with spawned as server:
         assert len(description(server)["environment"]["LARGE_0"]) == 100_000
 
 

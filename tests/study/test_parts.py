@@ -182,7 +182,7 @@ def test_a_cell_that_ignores_sigterm_is_killed(
         time.sleep(0.05)
     assert process.wait(0.0, lambda spent: None) is None
     process.stop()
-    assert process._process.returncode == -signal.SIGKILL
+    assert process._process.poll() == -signal.SIGKILL
 
 
 def test_the_first_error_line_of_a_log_is_the_cause(tmp_path: Path) -> None:

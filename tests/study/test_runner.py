@@ -53,7 +53,7 @@ class Stage:
         None: it never ends."""
         self.stops = 0
 
-    def start(self, words: list[str], log: Path) -> Stage:
+    def start(self, words: list[str], log: Path, *_: object) -> Stage:
         self.commands.append(words)
         self._log = log
         return self

@@ -49,8 +49,10 @@ class PrewarmedStarter:
     @classmethod
     @contextlib.contextmanager
     def opened(cls) -> Iterator[PrewarmedStarter]:
-        with ForkServer.spawn() as fork_server:
-            yield cls(fork_server)
+        server = ForkServer.spawn()
+        assert server is not None
+        with server:
+            yield cls(server)
 
     def start(
         self,

@@ -6,6 +6,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -84,6 +85,7 @@ def run_study(
     is_dry: bool = False,
 ) -> int:
     """Run the missing cells of a study and write the report; returns the exit code."""
+    from paceline.launch.fork_server import ForkServer
     from paceline.study import catalogue, progress
     from paceline.study.cells import load
     from paceline.study.folder import StudyFolder
@@ -91,22 +93,25 @@ def run_study(
 
     # Validate before importing torch, which takes two seconds.
     plan = load(catalogue.find(study), scale, repeats)
-    from paceline.study.cells import check_parts
-    from paceline.study.runner import Runner
+    # Imports torch for the cells while this process imports it for the checks below.
+    server = None if is_dry else ForkServer.spawn()
+    with server or nullcontext() as fork_server:
+        from paceline.study.cells import check_parts
+        from paceline.study.runner import Runner
 
-    check_parts(plan)
-    suffix = "" if plan.study.scale == "full" else f"-{plan.study.scale}"
-    folder = StudyFolder(Path(out or f"studies/{plan.study.name}{suffix}"))
-    console = open_console()
-    if is_dry:
-        _print_dry_run(console, plan, folder, only)
-        return 0
-    with folder.locked():
-        outcome = Runner(plan, folder, progress.choose(console)).run(only)
-        _print_cells(console, folder, outcome.study)
-        _print_failures(console, outcome)
-        if not outcome.is_stopped:
-            _report(folder, console)
+        check_parts(plan)
+        suffix = "" if plan.study.scale == "full" else f"-{plan.study.scale}"
+        folder = StudyFolder(Path(out or f"studies/{plan.study.name}{suffix}"))
+        console = open_console()
+        if is_dry:
+            _print_dry_run(console, plan, folder, only)
+            return 0
+        with folder.locked():
+            outcome = Runner(plan, folder, progress.choose(console), fork_server).run(only)
+            _print_cells(console, folder, outcome.study)
+            _print_failures(console, outcome)
+            if not outcome.is_stopped:
+                _report(folder, console)
     if outcome.is_stopped:
         command = ["paceline", "study", "run", study, "--out", str(folder.path)]
         for flag, value in (("--scale", scale), ("--only", only), ("--repeats", repeats)):

@@ -7,7 +7,7 @@ import itertools
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -15,7 +15,7 @@ from typing import Self
 from paceline.config.cluster_spec import ClusterSpec
 from paceline.emulation import calibration, cpu_limits, latency, namespaces, network
 from paceline.emulation.processes import ProcessId
-from paceline.emulation.removal import Guardian, pids_of, remove, remove_orphans
+from paceline.emulation.removal import Guardian, end_runs, pids_of, remove, remove_orphans
 from paceline.emulation.state import (
     VARIABLE,
     Calibration,
@@ -26,6 +26,9 @@ from paceline.emulation.state import (
     path_of,
 )
 from paceline.errors import ClusterError
+
+SHARED_VARIABLE = "PACELINE_SHARED_CLUSTER"
+"""State file of a cluster that a study keeps up for its runs, in their environment."""
 
 _counter = itertools.count()
 _log = logging.getLogger("paceline")
@@ -58,11 +61,13 @@ class EmulatedCluster:
         *,
         is_kept: bool = False,
         quiet: bool = True,
+        idle: Collection[Path] = (),
     ) -> EmulatedCluster:
         """Create a cluster; on ClusterError nothing is left behind.
 
         The cluster ends with this process unless `is_kept`. Unless `quiet`, a log line announces
-        the creation, which takes seconds.
+        the creation, which takes seconds. `idle` are state files of clusters that are not used
+        at the same time as this one.
         """
         name = f"run-{os.getpid()}-{next(_counter)}" if name is None else name
         _check(spec, name)
@@ -75,7 +80,7 @@ class EmulatedCluster:
         try:
             # A kept cluster outlives this process.
             guardian = None if is_kept else Guardian.start(state.path)
-            _build(state)
+            _build(state, idle)
             if calibrate:
                 state.calibration = calibration.calibrate(state)
             if is_kept:
@@ -93,6 +98,23 @@ class EmulatedCluster:
     @classmethod
     def open(cls, name: str) -> EmulatedCluster:
         return cls(load(path_of(name)))
+
+    @classmethod
+    @contextlib.contextmanager
+    def for_run(cls, spec: ClusterSpec, quiet: bool) -> Iterator[EmulatedCluster]:
+        """The cluster that the study of this run keeps up, otherwise one for the block only."""
+        if path := os.environ.pop(SHARED_VARIABLE, None):
+            with contextlib.suppress(ClusterError):
+                state = load(Path(path))
+                if state.spec == spec and state.is_whole():
+                    yield cls(state)
+                    return
+        with cls.up(spec, quiet=quiet) as cluster:
+            yield cluster
+
+    def clear(self) -> bool:
+        """End the processes that a run left in the nodes; returns whether the cluster is whole."""
+        return self.state.is_whole() and end_runs(self.state) and self.state.is_whole()
 
     def command(self, node: int, argv: Sequence[str]) -> list[str]:
         """Wrap a command so that it runs inside a node, in its network and CPU group.
@@ -162,7 +184,7 @@ def _check(spec: ClusterSpec, name: str) -> None:
         raise ClusterError(f"a node needs at least {cpu_limits.MIN_CPUS:g} cpus")
 
 
-def _build(state: ClusterState) -> None:
+def _build(state: ClusterState, idle: Collection[Path]) -> None:
     """Every resource enters the state file once it exists, so that a crash leaves no orphan."""
     as_root = namespaces.can_be_root()
     environment = state.environment()
@@ -174,7 +196,7 @@ def _build(state: ClusterState) -> None:
     for _ in range(state.spec.nodes):
         state.nodes.append(namespaces.create_namespace(environment, state.switch, as_root=as_root))
         state.save()
-    _limit_cpus(state)
+    _limit_cpus(state, idle)
     state.save()
     network.connect(state.switch, state.nodes, state.addresses)
     for number, node in enumerate(state.nodes):
@@ -184,7 +206,7 @@ def _build(state: ClusterState) -> None:
     state.save()
 
 
-def _limit_cpus(state: ClusterState) -> None:
+def _limit_cpus(state: ClusterState, idle: Collection[Path]) -> None:
     cores = sorted(os.sched_getaffinity(0))
     shares = {node: state.spec.cpus_of(node, len(cores)) for node in range(state.spec.nodes)}
     limited = {node: share for node, share in shares.items() if share is not None}
@@ -213,7 +235,7 @@ def _limit_cpus(state: ClusterState) -> None:
         if len(limited) == state.spec.nodes:
             with allocation_lock():
                 state.cores = cpu_limits.assign_cores(
-                    limited, cores, _load_of_other_clusters(state)
+                    limited, cores, _load_of_other_clusters({state.path, *idle})
                 )
                 state.save()
         return
@@ -228,11 +250,11 @@ def _limit_cpus(state: ClusterState) -> None:
     )
 
 
-def _load_of_other_clusters(state: ClusterState) -> dict[int, float]:
+def _load_of_other_clusters(excluded: Collection[Path]) -> dict[int, float]:
     """CPU shares by core of other clusters' nodes that are pinned to it."""
     load_by_core: dict[int, float] = {}
     for path in all_paths():
-        if path == state.path:
+        if path in excluded:
             continue
         with contextlib.suppress(ClusterError):
             other = load(path)

@@ -52,6 +52,17 @@ def remove(state: ClusterState) -> None:
     state.path.unlink(missing_ok=True)
 
 
+def end_runs(state: ClusterState) -> bool:
+    """End what still runs in the nodes of a cluster; returns whether all of it has ended."""
+    return not processes.end_all(lambda: set(pids_of(state)) - _own_pids(state))
+
+
+def _own_pids(state: ClusterState) -> set[int]:
+    """Processes that the cluster consists of."""
+    forwarder = [] if state.forwarder is None else [state.forwarder.pid]
+    return {*(namespace.holder.pid for namespace in state.namespaces()), *forwarder}
+
+
 def pids_of(state: ClusterState, node: int | None = None) -> list[int]:
     """Processes of a cluster, or of one node without its holder.
 
@@ -129,9 +140,7 @@ def guard(path: Path) -> None:
 
 def _wait_for_nodes(state: ClusterState) -> None:
     """Give processes in the nodes time to exit by themselves."""
-    own = {namespace.holder.pid for namespace in state.namespaces()}
-    if state.forwarder is not None:
-        own.add(state.forwarder.pid)
+    own = _own_pids(state)
     deadline = time.monotonic() + NODE_EXIT_SECONDS
     while set(pids_of(state)) - own and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)

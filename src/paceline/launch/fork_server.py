@@ -48,6 +48,7 @@ PRELOADED = (
 """What a new server imports: commands, nodes and workers, with torch."""
 
 MESSAGE_BYTES = 1 << 20
+MAX_FILES = 16
 ADOPTION_SECONDS = 20.0
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
 _POLL_SECONDS = 0.001
@@ -138,8 +139,10 @@ class ForkServer:
         return server
 
     @classmethod
-    def spawn(cls, inherited: Sequence[int] = ()) -> Self:
-        """Start a new process that imports torch meanwhile; programs inherit the files."""
+    def spawn(cls) -> Self | None:
+        """Start a new process, which imports torch in the meantime; None except on Linux."""
+        if not sys.platform.startswith("linux"):
+            return None
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             process = subprocess.Popen(
@@ -147,7 +150,7 @@ class ForkServer:
                 env={**os.environ, "PYTHONPATH": pythonpath()},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno(), *inherited],
+                pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
         return cls(ours, process)
@@ -162,7 +165,10 @@ class ForkServer:
         death_signal: signal.Signals | None,
         files: Sequence[int],
     ) -> int:
-        """Fork a program and return its pid; OSError if there is no server or no process."""
+        """Fork a program and return its pid; OSError if there is no server or no process.
+
+        The first three `files` are the standard ones; the program inherits the others.
+        """
         request = {
             "module": arguments[1],
             "arguments": list(arguments[2:]),
@@ -214,14 +220,12 @@ def start_python(
     """Start `python -m ...` in a session of its own, from the server if there is one.
 
     `death_signal` is what the child gets when this process ends. `name` is its name in process
-    lists. `inherited` are further files of a new interpreter; a server has its own. OSError if the
-    system starts no process.
+    lists. `inherited` are further open files for it. OSError if the system starts no process.
     """
-    assert arguments[0] == "-m"
     environment = {**(os.environ if environment is None else environment)}
     environment["PYTHONPATH"] = pythonpath()
     files = (stdin, stdout, stderr)
-    if server is not None:
+    if server is not None and arguments[0] == "-m":
         pipes: dict[int, IO[bytes]] = {}
         try:
             with contextlib.ExitStack() as stack:
@@ -232,7 +236,7 @@ def start_python(
                     environment=environment,
                     folder=Path.cwd(),
                     death_signal=death_signal,
-                    files=theirs,
+                    files=[*theirs, *inherited],
                 )
             return ForkedProcess(pid, pipes)
         except OSError as error:
@@ -251,6 +255,19 @@ def start_python(
         pass_fds=inherited,
         start_new_session=True,
     )
+
+
+def inheritable_files() -> list[int]:
+    """Open files, without the standard ones, that are marked for child processes."""
+    files = [int(name) for name in os.listdir("/dev/fd")]  # noqa: PTH208 (numbers)
+    return [file for file in files if file > 2 and _is_inheritable(file)]
+
+
+def _is_inheritable(file: int) -> bool:
+    try:
+        return os.get_inheritable(file)
+    except OSError:  # the listing's own
+        return False
 
 
 def _file(
@@ -311,7 +328,7 @@ def _serve(connection: socket.socket) -> NoReturn:
     # Programs must not collect, and thereby close, what the launcher's frames refer to.
     gc.freeze()
     while True:
-        message, files, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 3)
+        message, files, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, MAX_FILES)
         if not message:
             os._exit(0)
         try:
@@ -382,9 +399,8 @@ def _become(request: dict[str, Any], files: Sequence[int]) -> None:
         die_with_parent(request["parent"], signal.Signals(request["death_signal"]))
     os.setsid()
     _libc.prctl(PR_SET_NAME, request["name"].encode(), 0, 0, 0)
-    for number, file in enumerate(files):
+    for number, file in enumerate(files[:3]):
         os.dup2(file, number)
-    for file in files:
         os.close(file)
     os.chdir(request["folder"])
     os.environ.clear()

@@ -13,9 +13,8 @@ import dataclasses
 import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from fnmatch import fnmatchcase
@@ -23,7 +22,6 @@ from functools import cache
 from itertools import count
 from pathlib import Path
 
-from paceline.child_process import tied_command
 from paceline.config import RunConfig, non_default_values, to_argv
 from paceline.config import key as config_key
 from paceline.data.manifest import OFFICIAL_SETS, data_folder
@@ -39,10 +37,12 @@ from paceline.errors import (
     UsageError,
 )
 from paceline.formatting import format_duration
+from paceline.launch.fork_server import ForkServer, inheritable_files, start_python
 from paceline.launch.signals import SIGNALS
 from paceline.records import RunFolder
 from paceline.study import duration
 from paceline.study.cells import Plan
+from paceline.study.clusters import StudyClusters
 from paceline.study.folder import DONE, Cell, CellFailure, Study, StudyFolder
 from paceline.study.progress import Display
 from paceline.training.checkpoint import iterations as checkpointed_iterations
@@ -152,8 +152,17 @@ def merge_previous(plan: Plan, folder: StudyFolder) -> Study:
 class Runner:
     """Runs cells one after another; the caller holds the lock of the folder."""
 
-    def __init__(self, plan: Plan, folder: StudyFolder, display: Display) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        folder: StudyFolder,
+        display: Display,
+        fork_server: ForkServer | None = None,
+    ) -> None:
+        """Cells start from `fork_server`, or as new interpreters without one."""
         self._plan, self._folder, self._display = plan, folder, display
+        self._fork_server = fork_server
+        self._clusters = StudyClusters()
         self._outcome = Outcome(merge_previous(plan, folder))
 
     def run(self, only: str | None = None) -> Outcome:
@@ -161,7 +170,7 @@ class Runner:
         self._folder.write(self._outcome.study)
         pending = [cell for cell in cells if not self._is_settled(cell)]
         try:
-            with self._display, _signals_as_interrupts():
+            with self._display, _signals_as_interrupts(), self._clusters:
                 for number, cell in enumerate(pending):
                     self._run_cell(cell, number + 1, pending)
         except KeyboardInterrupt:
@@ -245,7 +254,11 @@ class Runner:
     ) -> tuple[CellFailure | None, int | None]:
         limit = self._plan.time_limit_seconds
         log = self._folder.log_file(cell)
-        process = CellProcess(argv, log)
+        try:
+            variables = self._clusters.variables(self._plan.configs[cell.id])
+        except ClusterError as error:
+            return CellFailure("failed", str(error)), None
+        process = CellProcess(argv, log, self._fork_server, variables)
         try:
             code = process.wait(limit, tick)
         finally:
@@ -310,21 +323,31 @@ def resume_argv(folder: Path) -> list[str]:
 
 
 class CellProcess:
-    """A Python process with its output in a file; it does not outlive this process."""
+    """A Python process with its output in a file; it does not outlive this process.
 
-    def __init__(self, argv: list[str], log: Path) -> None:
+    Its session is its own: Ctrl-C reaches only this process, which forwards it.
+    """
+
+    def __init__(
+        self,
+        argv: list[str],
+        log: Path,
+        fork_server: ForkServer | None = None,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as output:
-            self._process = subprocess.Popen(
+            self._process = start_python(
+                fork_server,
+                argv,
+                name="paceline train",
+                environment={**os.environ, **(variables or {})},
+                stdout=output.fileno(),
+                stderr=output.fileno(),
                 # Not killed: the run stops its workers and machines, and writes its records.
-                tied_command(signal.SIGTERM, [sys.executable, *argv]),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                # In its own process group: Ctrl-C reaches only this process, which forwards it.
-                start_new_session=True,
+                death_signal=signal.SIGTERM,
                 # The lock of the study is the only inheritable file.
-                close_fds=False,
+                inherited=inheritable_files(),
             )
 
     def wait(self, limit_seconds: float, tick: Callable[[float], None]) -> int | None:

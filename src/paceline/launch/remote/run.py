@@ -59,7 +59,7 @@ def machines_of(
     from paceline.launch.remote.machines import EmulatedMachines
 
     spec = cluster_spec.parse_recorded(config.cluster or "")
-    with EmulatedCluster.up(spec, quiet=quiet) as cluster:
+    with EmulatedCluster.for_run(spec, quiet) as cluster:
         yield EmulatedMachines(cluster, fork_server)
 
 
