@@ -261,7 +261,8 @@ def test_a_larger_batch_is_judged_where_nothing_else_differs(tmp_path: Path) -> 
     for batch, factors in ((64, (1.0, 1.01)), (256, (2.0, 2.02))):
         write_repeats(tmp_path, FakeRun(f"b{batch}", {"batch_size": batch}), factors)
     message = batch_size_answer(summarize_batch_sizes(collect(tmp_path).groups))
-    assert "time per epoch +100.0%, CPU 0.0% (within noise)" in message
+    assert "time per epoch +100.0% (corrected interval +82.1% to +117.9%)" in message
+    assert "CPU 0.0% (within noise)" in message
     write_run(tmp_path, FakeRun("other", {"batch_size": 512, "model": "softmax"}))
     assert batch_size_answer(summarize_batch_sizes(collect(tmp_path).groups)) == ""
 

@@ -12,6 +12,8 @@ from paceline.analysis.collection import collect
 from paceline.analysis.verdict import make_verdict
 from paceline.cli import main
 from paceline.report.build import TOGETHER, to_document, write_report
+from paceline.report.html import to_html
+from paceline.report.markdown import to_markdown
 from paceline.report.sections import SECTIONS
 from paceline.report.wording import findings, headline
 from paceline.study.folder import Cell, CellFailure, Part, Study, StudyFolder
@@ -97,3 +99,42 @@ def test_parts_with_titles_that_sound_alike_have_figures_of_their_own(tmp_path: 
     assert [chapter.name for chapter in document.chapters] == ["same-same", "same-same-2", TOGETHER]
     names = [figure.name for figure in document.figures()]
     assert len(names) == len(set(names))
+
+
+def test_a_study_opens_with_the_answers_of_its_first_parts(tmp_path: Path) -> None:
+    document = to_document(collect(write_study(tmp_path).path))
+    first, second = document.chapters[:2]
+    assert document.headline.startswith(f"{first.title}: ")
+    assert f" {second.title}: " in document.headline
+    assert "configurations in" not in document.headline
+    assert document.points == []
+
+
+def test_a_study_opens_with_the_answers_that_it_names(tmp_path: Path) -> None:
+    folder = write_study(tmp_path)
+    named = dataclasses.replace(folder.read(), answer=(folder.read().parts[1].name,))
+    folder.write(named)
+    document = to_document(collect(folder.path))
+    first, second = document.chapters[:2]
+    assert document.headline.startswith(f"{second.title}: ")
+    assert [title for title, _ in document.points] == [first.title]
+
+
+def test_the_main_figures_follow_the_answer(tmp_path: Path) -> None:
+    document = to_document(collect(write_study(tmp_path).path))
+    assert document.main_figures
+    page = to_html(document)
+    names = re.findall(r'<figure class="figure" id="([^"]+)"', page)
+    assert names[0] == document.main_figures[0].name
+    assert len(set(names)) == len(names)
+
+
+def test_what_stands_in_is_said_above_the_answer(tmp_path: Path) -> None:
+    folder = write_study(tmp_path)
+    folder.write(dataclasses.replace(folder.read(), stands_in="A narrow model stands in."))
+    document = to_document(collect(folder.path))
+    for text, verdict in (
+        (to_html(document), "Verdict</h2>"),
+        (to_markdown(document), "## Verdict"),
+    ):
+        assert text.index("A narrow model stands in.") < text.index(verdict)

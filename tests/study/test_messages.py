@@ -80,6 +80,10 @@ def problems(folder: Path, text: str) -> list[str]:
             "mine.yaml:3: base.model_options.width: must be above 0 and at most 64, got '-1'",
         ),
         (
+            "parts:\n  one: {base: {seed: 1}, report: [phases]}\nanswer: [one.scaling]\n",
+            "mine.yaml:3: answer: no part or section 'one.scaling': choose from one.phases, one",
+        ),
+        (
             "grid:\n  nproc_per_node: [1, 2, 3]\n  strategy: [ddp, single]\nexclude:\n"
             "  - {nproc_per_node: 3, strategy: single}\n",
             "mine.yaml:3: grid.strategy: strategy single: trains 1 worker, not 2:"

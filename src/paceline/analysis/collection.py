@@ -70,6 +70,10 @@ class Chapter:
     context: str = ""
     sections: tuple[str, ...] = ()
     """Names, in order; empty: all sections with data."""
+    name: str = ""
+    """Of a study's part."""
+    stands_in: str = ""
+    """What replaces the model or data of the published results."""
 
 
 @dataclass(slots=True)
@@ -81,8 +85,11 @@ class RunCollection:
     chapters: list[Chapter]
     about: str = ""
     skipped: list[SkippedRecord] = field(default_factory=list)
+    stands_in: str = ""
     sections: tuple[str, ...] = ()
     """About all groups together, where there are several chapters."""
+    answer: tuple[str, ...] = ()
+    """`part` or `part.section` that answer the question of a study of several parts."""
     comm: list[Path] = field(default_factory=list)
     """Files of `paceline comm --json` beside the runs."""
 
@@ -220,7 +227,9 @@ def _study(folder: StudyFolder) -> RunCollection:
         chapters=chapters,
         about=study.about,
         skipped=skipped,
+        stands_in=study.stands_in,
         sections=study.report,
+        answer=study.answer,
     )
 
 
@@ -251,4 +260,7 @@ def _chapter(
     groups = [
         RunGroup(labels[name], runs[name], troubles.get(name, ""), axes[name]) for name in runs
     ]
-    return Chapter(part.title or part.name, groups, part.about, part.context, part.report)
+    return Chapter(
+        part.title or part.name, groups, part.about, part.context, part.report, part.name,
+        part.stands_in,
+    )  # fmt: skip

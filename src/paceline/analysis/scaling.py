@@ -17,7 +17,7 @@ from paceline.analysis.phases import (
     overlapped_seconds_in_epoch,
 )
 from paceline.analysis.run_group import IGNORED_FIELDS, RunGroup, differing, setting_text
-from paceline.analysis.statistics import correct, relative_increase
+from paceline.analysis.statistics import Difference, correct, relative_increase
 from paceline.analysis.validation import is_number
 from paceline.config import RunConfig, key
 
@@ -79,6 +79,10 @@ class ScalingSeries:
 
     def efficiency(self, point: ScalingPoint) -> float:
         return point.speedup * self.base_workers / point.workers
+
+    def speedup_change(self, point: ScalingPoint) -> Difference:
+        """How much more samples per second than the base, as a share of its."""
+        return relative_increase(point.throughputs, self.points[0].throughputs)
 
     def ideal_compute_seconds(self, base_seconds: float, point: ScalingPoint) -> float:
         """Compute time of an iteration with ideal scaling, given that of the base."""

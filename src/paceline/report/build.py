@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.analysis.collection import Chapter, RunCollection, collect
@@ -12,7 +12,15 @@ from paceline.analysis.run_group import RunGroup
 from paceline.analysis.verdict import Verdict, make_verdict
 from paceline.errors import RecordsError
 from paceline.report.charts.svg import standalone
-from paceline.report.document import BulletList, ChapterPage, Document, Section, Text, slug
+from paceline.report.document import (
+    BulletList,
+    ChapterPage,
+    Document,
+    Figure,
+    Section,
+    Text,
+    slug,
+)
 from paceline.report.html import FIGURES, to_html
 from paceline.report.markdown import to_markdown
 from paceline.report.sections import SECTIONS, VERDICT, build_sections, select, unknown
@@ -21,6 +29,8 @@ from paceline.report.wording import findings, headline, next_steps
 
 TOGETHER = "all-parts"
 """Name of the chapter about all parts of a study."""
+MAX_ANSWERS = 3
+"""Parts that answer a study which does not name them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +38,7 @@ class Report:
     page: Path
     collection: RunCollection
     headlines: list[str]
-    """The answer of each chapter; of several chapters each with its title."""
+    """The answer; of several chapters also that of each other chapter, with its title."""
 
 
 def write_report(path: Path | str, out: Path | None = None) -> Report:
@@ -68,7 +78,7 @@ def to_document(collection: RunCollection) -> Document:
 
 
 def build_report(collection: RunCollection) -> tuple[Document, list[str]]:
-    """The document, and the headlines of its chapters."""
+    """The document, and its headlines."""
     verdicts = [make_verdict(chapter.groups, collection.comm) for chapter in collection.chapters]
     chapters, answers = [], []
     names = _names([chapter.title for chapter in collection.chapters])
@@ -76,13 +86,12 @@ def build_report(collection: RunCollection) -> tuple[Document, list[str]]:
         page, answer = _page(name, chapter, verdict, collection.comm, is_alone=len(verdicts) == 1)
         chapters.append(page)
         answers.append(answer)
-    if len(verdicts) > 1:
-        chapters.append(_together(collection))
     document = Document(
         title=collection.title,
         subtitle=_subtitle(collection),
         about=_about(collection, chapters),
         context=collection.chapters[0].context if len(verdicts) == 1 else "",
+        stands_in=collection.stands_in,
         headline=answers[0] if verdicts else "Nothing was run yet.",
         points=[],
         next_steps=[],
@@ -92,9 +101,10 @@ def build_report(collection: RunCollection) -> tuple[Document, list[str]]:
     if len(verdicts) == 1:
         document.points = _points(verdicts[0])
         document.next_steps = next_steps(verdicts[0])
-    else:
-        _sum_up(document, collection, answers)
-    return document, _with_titles(collection.chapters, answers)
+        return document, [document.headline]
+    headlines = _open(document, collection, answers)
+    chapters.append(_together(collection))
+    return document, [*headlines, *(f"{title}: {text}" for title, text in document.points)]
 
 
 def _about(collection: RunCollection, chapters: Sequence[ChapterPage]) -> str:
@@ -127,26 +137,57 @@ def _together(collection: RunCollection) -> ChapterPage:
     return ChapterPage(TOGETHER, "All parts together", "", "", sections)
 
 
-def _with_titles(chapters: Sequence[Chapter], answers: Sequence[str]) -> list[str]:
-    if len(chapters) == 1:
-        return list(answers)
-    leads = [f"{chapter.title}: " for chapter in chapters]
-    # A part with a single configuration may have its name.
-    return [lead + text.removeprefix(lead) for lead, text in zip(leads, answers, strict=True)]
+def _open(document: Document, collection: RunCollection, answers: Sequence[str]) -> list[str]:
+    """The answer to the question of several parts with its figures, then that of each part.
 
-
-def _sum_up(document: Document, collection: RunCollection, answers: Sequence[str]) -> None:
-    """The headline of several parts, with the answer of each."""
+    A study names the parts and sections that answer it; otherwise its first parts do. Returns the
+    sentences of the answer.
+    """
+    parts = [chapter.name for chapter in collection.chapters]
+    texts: list[str] = []
+    told: set[str] = set()
+    for reference in collection.answer or parts[:MAX_ANSWERS]:
+        part, _, section_name = reference.partition(".")
+        if part not in parts:
+            continue
+        number = parts.index(part)
+        page, answer = document.chapters[number], answers[number]
+        section = next((one for one in page.sections if one.name == section_name), None)
+        text = (_section_answer(section) if section else "") or answer
+        if section is None or section_name == VERDICT:
+            section = next((one for one in page.sections if _first_figure([one])), None)
+        if text in told:
+            continue
+        told.add(text)
+        title = page.title.removesuffix(".")
+        texts.append(text if text.startswith(f"{title}: ") else f"{title}: {text}")
+        figure = _first_figure([section] if section else [])
+        if figure is not None:
+            document.main_figures.append(replace(figure, name=f"answer-{figure.name}"))
     troubled = [group for group in collection.groups if _did_not_finish(group)]
-    count = _count(collection.groups)
-    parts = len(collection.chapters)
-    document.headline = f"{count} in {parts} parts, see each part's verdict" + (
-        f"; {len(troubled)} did not finish." if troubled else "; every started run finished."
-    )
+    if troubled:
+        texts.append(f"{len(troubled)} of {_count(collection.groups)} did not finish.")
+    document.headline = " ".join(texts) or document.headline
     document.points = [
         (chapter.title, answer.removeprefix(f"{chapter.title}: "))
         for chapter, answer in zip(collection.chapters, answers, strict=True)
+        if answer not in told
     ]
+    return texts or [document.headline]
+
+
+def _section_answer(section: Section) -> str:
+    if section.name == VERDICT:
+        return next((block.text for block in section.blocks if isinstance(block, Text)), "")
+    texts = (one for one in section.blocks if isinstance(one, Text) and one.kind == "answer")
+    return next((one.text for one in texts), "")
+
+
+def _first_figure(sections: Sequence[Section]) -> Figure | None:
+    blocks = (block for section in sections for block in section.blocks)
+    return next(
+        (block for block in blocks if isinstance(block, Figure) and not block.is_wide), None
+    )
 
 
 def _did_not_finish(group: RunGroup) -> bool:
@@ -167,16 +208,15 @@ def _page(
     about = chapter.about
     if strange:
         about = f"{about} (No such section: {', '.join(strange)}.)".strip()
-    return ChapterPage(name, chapter.title, about, chapter.context, sections), answer
+    page = ChapterPage(name, chapter.title, about, chapter.context, sections, chapter.stands_in)
+    return page, answer
 
 
 def _answer(chapter: Chapter, sections: Sequence[Section]) -> str:
     """Of the first section with an answer, if the study does not put the verdict first."""
     if not chapter.sections or chapter.sections[0] == VERDICT:
         return ""
-    blocks = (block for section in sections for block in section.blocks)
-    texts = (block for block in blocks if isinstance(block, Text) and block.kind == "answer")
-    return next((block.text for block in texts), "")
+    return next(filter(None, map(_section_answer, sections)), "")
 
 
 def _verdict_section(verdict: Verdict, answer: str) -> Section:

@@ -77,6 +77,7 @@ class ChapterPage:
     about: str
     context: str
     sections: Sequence[Section]
+    stands_in: str = ""
 
 
 @dataclass(slots=True)
@@ -91,8 +92,13 @@ class Document:
     skipped: list[tuple[str, str]] = field(default_factory=list)
     context: str = ""
     """Published results; with several chapters, each has its own."""
+    stands_in: str = ""
+    """What replaces the model or data of the published results."""
+    main_figures: list[Figure] = field(default_factory=list)
+    """Of the headline, where there are several chapters."""
 
     def figures(self) -> Iterator[Figure]:
+        yield from self.main_figures
         for chapter in self.chapters:
             for section in chapter.sections:
                 yield from _figures(section.blocks)

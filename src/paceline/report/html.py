@@ -75,7 +75,7 @@ def _head(document: Document) -> str:
         f"<header>\n<h1>{escape(document.title)}</h1>\n"
         f'<p class="subtitle">{escape(document.subtitle)}</p>\n{_lead(document)}</header>\n'
         f'<section class="verdict" id="verdict">\n<h2>Verdict</h2>\n'
-        f'<p class="headline">{_inline(document.headline)}</p>\n'
+        f'<p class="headline">{_inline(document.headline)}</p>\n{_blocks(document.main_figures)}'
         + (f"<dl>\n{points}</dl>\n" if points else "")
         + (f"<h3>What to try next</h3>\n<ul>\n{steps}</ul>\n" if steps else "")
         + "</section>\n"
@@ -83,8 +83,8 @@ def _head(document: Document) -> str:
 
 
 def _lead(page: Document | ChapterPage) -> str:
-    """The question of a study, and published results."""
-    texts = (("about", page.about), ("context", page.context))
+    """The question of a study, what stands in for its model and data, and published results."""
+    texts = (("about", page.about), ("context", page.stands_in), ("context", page.context))
     return "".join(f'<p class="{kind}">{_inline(text)}</p>\n' for kind, text in texts if text)
 
 

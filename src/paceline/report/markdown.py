@@ -9,6 +9,7 @@ from typing import Any
 from paceline.report.document import (
     Block,
     BulletList,
+    ChapterPage,
     Code,
     Details,
     Document,
@@ -24,8 +25,9 @@ from paceline.report.html import FIGURES
 def to_markdown(document: Document, figures: str = FIGURES) -> str:
     """`figures`: the folder beside the file that holds them."""
     parts = [f"# {_plain(document.title)}", _plain(document.subtitle)]
-    parts += [_plain(text) for text in (document.about, document.context) if text]
+    parts += _lead(document)
     parts += ["## Verdict", f"**{_plain(document.headline)}**"]
+    parts += map(_block, document.main_figures)
     if document.points:
         parts.append(
             "\n".join(
@@ -39,7 +41,7 @@ def to_markdown(document: Document, figures: str = FIGURES) -> str:
     for chapter in document.chapters:
         if not single:
             parts.append(f"## {_plain(chapter.title)}")
-            parts += [_plain(text) for text in (chapter.about, chapter.context) if text]
+            parts += _lead(chapter)
         for section in chapter.sections:
             parts += _section(section, 2 if single else 3)
     if document.skipped:
@@ -48,6 +50,10 @@ def to_markdown(document: Document, figures: str = FIGURES) -> str:
     # Names of files may not be valid Unicode.
     text = "\n\n".join(parts).replace(f"]({FIGURES}/", f"]({figures}/")
     return f"{text}\n".encode("utf-8", "replace").decode()
+
+
+def _lead(page: Document | ChapterPage) -> list[str]:
+    return [_plain(text) for text in (page.about, page.stands_in, page.context) if text]
 
 
 def _section(section: Section, level: int) -> list[str]:

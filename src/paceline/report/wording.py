@@ -186,22 +186,20 @@ def format_difference(
     """A signed difference with its interval and significance.
 
     For example `+7.6% (95% CI +1.7% to +13.4%; significant)`, or with `format_amount`
-    `+0.20 s (+7.6%; 95% CI +1.7% to +13.4%; significant)`. A brief one has no interval, and says
-    only where it is within noise.
+    `+0.20 s (+7.6%; 95% CI +1.7% to +13.4%; significant)`. A brief one has only the interval, or
+    that it is within noise.
     """
     percent = _signed_percent(gap.share)
     text, notes = percent, []
     if format_amount is not None:
         text, notes = f"{'+' * (gap.amount >= 0)}{format_amount(gap.amount)}", [percent]
+    # No figure is negative, so none can be less by more than all of the other.
+    span = f"{_signed_percent(max(gap.low, -1.0))} to {_signed_percent(gap.high)}"
+    span = f"{interval_name(gap)} {span}{'' if gap.across_runs else ' over iterations'}"
     if is_brief:
-        notes += ["within noise"] if gap.has_interval and not gap.is_significant else []
+        notes += ["within noise" if not gap.is_significant else span] if gap.has_interval else []
     else:
-        if gap.has_interval:
-            # No figure is negative, so none can be less by more than all of the other.
-            span = f"{_signed_percent(max(gap.low, -1.0))} to {_signed_percent(gap.high)}"
-            scope = "" if gap.across_runs else " over iterations"
-            notes.append(f"{interval_name(gap)} {span}{scope}")
-        notes.append(_significance(gap))
+        notes += [span, _significance(gap)] if gap.has_interval else [_significance(gap)]
     return f"{text} ({'; '.join(notes)})" if notes else text
 
 
@@ -252,6 +250,15 @@ def chance_sentence(found: Sequence[ChanceAccuracy]) -> str:
         f" Test accuracy is not distinguishable from chance (1 in {found[0].classes}) with {names}:"
         " train longer or evaluate on more samples before comparing accuracies."
     )
+
+
+def speedup_interval(change: Difference) -> str:
+    """The interval of a speedup over repeats, for the beginning of a note; empty without one."""
+    if not change.across_runs:
+        return ""
+    tie = "not distinguishable from 1; " if change.is_tie else ""
+    low, high = max(0.0, 1 + change.low), 1 + change.high
+    return f"{tie}{interval_name(change)} {low:.2f} to {high:.2f}; "
 
 
 def efficiency_text(series: ScalingSeries, point: ScalingPoint) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -103,7 +103,9 @@ class _Planner:
                 scale=document.scale,
                 title=self._text("title") or self._name,
                 about=self._text("about"),
+                stands_in=self._text("stands_in"),
                 report=self._sections() if names else (),
+                answer=self._answer(parts),
                 parts=tuple(parts),
                 cells=tuple(cells),
             ),
@@ -130,6 +132,7 @@ class _Planner:
             title=title,
             about=self._text("about", name),
             context=self._text("context", name),
+            stands_in=self._text("stands_in", name) if name else "",
             report=self._sections(name),
             axes={axis.name: tuple(value.label for value in axis.values) for axis in axes},
         )
@@ -224,6 +227,20 @@ class _Planner:
             if name not in SECTION_NAMES:
                 hint = suggest(name, SECTION_NAMES)
                 self._problems.add(item, f"unknown section {shown(name)}: {hint}")
+        return tuple(str(item.plain()) for item in items)
+
+    def _answer(self, parts: Sequence[Part]) -> tuple[str, ...]:
+        """The parts, or sections of parts, that answer the question of the study."""
+        node = self._document.find("answer")
+        items = node.listed() if node else []
+        known = [f"{part.name}.{section}" for part in parts for section in part.report]
+        known += [part.name for part in parts]
+        for item in items:
+            name = str(item.plain())
+            if name not in known:
+                self._problems.add(
+                    item, f"no part or section {shown(name)}: {suggest(name, known)}"
+                )
         return tuple(str(item.plain()) for item in items)
 
     def _order(self) -> str:

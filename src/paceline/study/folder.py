@@ -79,6 +79,8 @@ class Part:
     """Names of its sections."""
     axes: dict[str, tuple[str, ...]]
     """Axis name to labels of its values, in order."""
+    stands_in: str = ""
+    """What replaces the model or data of the published results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,10 @@ class Study:
     """Sections about all parts; a study with one part has them in the part."""
     parts: tuple[Part, ...]
     cells: tuple[Cell, ...] = field(repr=False)
+    stands_in: str = ""
+    """As in a part, for the whole study."""
+    answer: tuple[str, ...] = ()
+    """`part` or `part.section` whose answers together answer `about`; empty: the first parts."""
 
     def cells_of(self, part: str) -> list[Cell]:
         return [cell for cell in self.cells if cell.part == part]
@@ -174,7 +180,9 @@ def _study(values: dict[str, Any]) -> Study:
     texts = {key: str(values[key]) for key in ("name", "scale", "title", "about")}
     return Study(
         **texts,
+        stands_in=str(values.get("stands_in", "")),
         report=_names(values["report"]),
+        answer=_names(values.get("answer", ())),
         parts=tuple(_part(part) for part in values["parts"]),
         cells=tuple(_cell(cell) for cell in values["cells"]),
     )
@@ -183,7 +191,8 @@ def _study(values: dict[str, Any]) -> Study:
 def _part(values: dict[str, Any]) -> Part:
     axes = {str(name): _names(labels) for name, labels in values["axes"].items()}
     texts = {key: str(values[key]) for key in ("name", "title", "about", "context")}
-    return Part(**texts, report=_names(values["report"]), axes=axes)
+    stands_in = str(values.get("stands_in", ""))
+    return Part(**texts, stands_in=stands_in, report=_names(values["report"]), axes=axes)
 
 
 def _cell(values: dict[str, Any]) -> Cell:

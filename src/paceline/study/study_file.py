@@ -39,8 +39,8 @@ SECTION_NAMES = (
 
 SCALES = ("quick", "full")
 _GRID_KEYS = ("base", "grid", "include", "exclude", "report")
-_TEXT_KEYS = ("title", "about", "context")
-_STUDY_KEYS = ("repeats", "order", "time_limit_minutes", "parts")
+_TEXT_KEYS = ("title", "about", "context", "stands_in")
+_STUDY_KEYS = ("repeats", "order", "time_limit_minutes", "parts", "answer")
 KEYS = (*_TEXT_KEYS, *_GRID_KEYS, *_STUDY_KEYS, "scales")
 PART_KEYS = (*_TEXT_KEYS, *_GRID_KEYS)
 SCALE_KEYS = (*_TEXT_KEYS, *_GRID_KEYS, *_STUDY_KEYS)

@@ -16,6 +16,7 @@ from paceline.analysis.scaling import (
     ScalingSeries,
     scaling_series,
 )
+from paceline.analysis.statistics import correct
 from paceline.analysis.tradeoffs import (
     BatchSizeSummary,
     CheckpointCost,
@@ -47,6 +48,7 @@ from paceline.report.wording import (
     format_difference,
     interval_note,
     ranking_headline,
+    speedup_interval,
 )
 
 KIND_TEXTS = {
@@ -193,12 +195,14 @@ def scaling_answer(found: Sequence[ScalingSeries]) -> str:
     largest = [(series, last) for series in found if (last := series.points[-1]).workers == most]
     largest.sort(key=lambda one: -one[1].speedup)
     bases = {series.base_workers for series, _ in largest}
+    named = largest[:MAX_ANSWERS]
+    changes = correct([series.speedup_change(last) for series, last in named], len(largest))
     texts = [
         f"{series.name}{'' if is_exact(last.group) else ' (approximate)'}"
         f" {last.speedup:.2f} times as fast"
         + (f" as with {series.base_workers}" if len(bases) > 1 else "")
-        + f" ({efficiency_text(series, last)})"
-        for series, last in largest[:MAX_ANSWERS]
+        + f" ({speedup_interval(change)}{efficiency_text(series, last)})"
+        for (series, last), change in zip(named, changes, strict=True)
     ]
     more = f"; and {len(largest) - MAX_ANSWERS} more" if len(largest) > MAX_ANSWERS else ""
     instead = f" instead of {bases.pop()}" if len(bases) == 1 else ""

@@ -40,6 +40,7 @@ from paceline.report.document import Block, BulletList, Figure, Table, Text
 from paceline.report.sections.common import (
     Column,
     SectionContext,
+    answer,
     curve_series,
     line_figure,
     mean_bars,
@@ -144,6 +145,8 @@ def phases(context: SectionContext) -> Iterator[Block]:
     ]
     if not splits:
         return
+    if any(one.group.workers > 1 for one in splits):
+        yield answer(phases_answer(splits))
     shown = [one for one in splits if context.is_plotted(one.group)]
     yield _phase_figure(
         context,
@@ -179,6 +182,42 @@ def phases(context: SectionContext) -> Iterator[Block]:
         Column("total", lambda one: one.split.total, formatting.seconds),
     )
     yield from _explanations(context)
+
+
+def phases_answer(splits: Sequence[GroupPhases]) -> str:
+    """How an iteration of the fastest and the slowest divides, and who overlaps most."""
+    several = [one for one in splits if one.group.workers > 1] or splits
+    ranked = sorted(several, key=lambda one: one.split.total)
+    if len(ranked) == 1:
+        return f"Of an iteration of {ranked[0].group.label}, {_division(ranked[0].split)}."
+    fastest, slowest = ranked[0], ranked[-1]
+    text = (
+        f"Of an iteration, {_division(fastest.split)} with {fastest.group.label} (the fastest),"
+        f" {_division(slowest.split)} with {slowest.group.label} (the slowest)."
+    )
+    overlapped = [
+        (share, one.group.label)
+        for one in several
+        if not isinstance(share := _overlapped_share(one), str) and share >= NEGLIGIBLE
+    ]
+    if overlapped:
+        share, label = max(overlapped)
+        text += (
+            f" Most overlapped communication: {label}, {formatting.share(share)} of its"
+            " communication runs during the backward pass."
+        )
+    return text
+
+
+def _division(split: PhaseBreakdown) -> str:
+    parts = (
+        ("compute", split.compute_share or 0.0),
+        ("exposed communication", split.share("exchange")),
+        ("waiting", split.share("wait")),
+    )
+    return ", ".join(
+        f"{formatting.share(share)} is {name}" for name, share in parts if share >= NEGLIGIBLE
+    )
 
 
 def phase_bar(
