@@ -22,25 +22,24 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection as Pipe
 from threading import Thread
 from time import perf_counter
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch lists neither
+from torch.distributed import Store  # type: ignore[attr-defined]  # torch does not list it
 from torch.nn import functional as F
 from torch.optim import SGD
 
 from paceline.comm.communicator import Communicator
+from paceline.comm.connection import Address, Connection, Listener
 from paceline.comm.rendezvous import Rendezvous
-from paceline.comm.torch_distributed import TorchCommunicator, connect
+from paceline.comm.torch_distributed import connect
 from paceline.measure.machine import hardware, software
 from paceline.measure.phase_clock import PhaseClock
-from paceline.measure.traffic import Traffic
 from paceline.models.build import build_model
 from paceline.strategies import STRATEGIES, create_strategy
-from paceline.strategies.parameter_server.protocol import SERVER, WORKER
 from paceline.strategies.replica import Replica
 from paceline.strategies.strategy import AssignmentRequest, ServerStrategy, Strategy
 from paceline.training.coordination import ClockOffset, attribute_waits, measure_clock_offset
@@ -49,6 +48,7 @@ SHAPE, CLASSES = (3, 32, 32), 10
 MODELS = ("lenet", "mlp", "resnet18", "vgg11")
 REFERENCE = "ddp"
 SECONDS_PER_BLOCK = 0.5
+CONNECT_SECONDS = 60.0
 MODES = {f"server/{mode}": mode for mode in ("sync", "async", "bounded")}
 """Modes of the parameter server, by their names in the table."""
 WITHOUT_END = AssignmentRequest(first=0, total=2**31, checkpoint_every=0, stop=False)
@@ -146,7 +146,7 @@ def ratio_to(each: Measured, reference: Measured) -> float:
 
 
 @contextmanager
-def workers(count: int) -> Iterator[list[Connection]]:
+def workers(count: int) -> Iterator[list[Pipe]]:
     """Processes that execute what `run` sends them until their pipes close."""
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
@@ -168,7 +168,7 @@ def workers(count: int) -> Iterator[list[Connection]]:
 
 
 def run(
-    server: Connection, pipes: Sequence[Connection], cells: Sequence[Cell]
+    server: Pipe, pipes: Sequence[Pipe], cells: Sequence[Cell]
 ) -> Iterator[dict[str, Measured]]:
     """Connect the workers and return what rank 0 measured in each cell."""
     with socket.socket() as probe:
@@ -182,7 +182,7 @@ def run(
     server.recv()
 
 
-def serve(pipe: Connection) -> None:
+def serve(pipe: Pipe) -> None:
     """The main function of each process: the last rank runs the servers, the others work."""
     torch.set_num_threads(1)
     while True:
@@ -204,22 +204,17 @@ def serve(pipe: Connection) -> None:
             communicator.barrier().wait()
 
 
-def pair(
-    store: Store, cell: Cell, name: str, worker: int, side: int, traffic: Traffic
-) -> TorchCommunicator:
-    """A worker's connection to the server of one name; both sides call this."""
-    own = PrefixStore(f"{cell.model}/{name}/{worker}", store)
-    return TorchCommunicator(own, side, 2, address="127.0.0.1", traffic=traffic)
-
-
 def host_servers(store: Store, world: int, cell: Cell) -> None:
     """Serve until the workers of a cell have disconnected."""
     threads = []
     for name in filter(MODES.__contains__, cell.strategies):
-        ends = [pair(store, cell, name, rank, SERVER, Traffic()) for rank in range(world)]
-        arguments = (0, ends, lambda weight: optimizer_of([weight]))
+        with Listener("127.0.0.1") as listener:
+            store.set(f"{cell.model}/{name}", listener.address.encode())
+            sockets = listener.accept({(0, rank) for rank in range(world)}, CONNECT_SECONDS)
+        ends = [Connection(sockets[0, rank], name, f"rank {rank}") for rank in range(world)]
         strategy = create(name)
         assert isinstance(strategy, ServerStrategy)
+        arguments = (0, ends, lambda weight: optimizer_of([weight]))
         threads.append(Thread(target=strategy.serve, args=arguments))
         threads[-1].start()
     for thread in threads:
@@ -229,18 +224,26 @@ def host_servers(store: Store, world: int, cell: Cell) -> None:
 @contextmanager
 def servers_of(
     store: Store, communicator: Communicator, cell: Cell
-) -> Iterator[dict[str, TorchCommunicator]]:
+) -> Iterator[dict[str, Connection]]:
     """This worker's connections to the servers, counted as its own traffic."""
     rank, traffic = communicator.rank, communicator.traffic
+    servers = {}
     with ExitStack() as stack:
-        yield {
-            name: stack.enter_context(pair(store, cell, name, rank, WORKER, traffic))
-            for name in filter(MODES.__contains__, cell.strategies)
-        }
+        for name in filter(MODES.__contains__, cell.strategies):
+            address = Address.decode(store.get(f"{cell.model}/{name}").decode())
+            servers[name] = Connection(
+                address.connect(0, rank, CONNECT_SECONDS),
+                f"rank {rank}",
+                name,
+                is_same_node=True,
+                traffic=traffic,
+            )
+            stack.enter_context(servers[name])
+        yield servers
 
 
 def measure(
-    communicator: Communicator, cell: Cell, servers: Mapping[str, Communicator]
+    communicator: Communicator, cell: Cell, servers: Mapping[str, Connection]
 ) -> dict[str, Measured]:
     generator = torch.Generator().manual_seed(communicator.rank)
     inputs = torch.randn(cell.batch_per_worker, *SHAPE, generator=generator)
@@ -287,7 +290,7 @@ def optimizer_of(weights: Iterable[nn.Parameter]) -> SGD:
 
 
 def attach(
-    communicator: Communicator, name: str, cell: Cell, servers: Sequence[Communicator]
+    communicator: Communicator, name: str, cell: Cell, servers: Sequence[Connection]
 ) -> Strategy:
     model = build_model(cell.model, SHAPE, CLASSES, seed=0)
     replica = Replica(

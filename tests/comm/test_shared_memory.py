@@ -30,7 +30,7 @@ def files_in(folder: Path, on_map: Callable[[Path], None]) -> Iterator[None]:
 
     Other programs also use /dev/shm.
     """
-    make_map = segment._map
+    make_map = segment.map_file
 
     def look_and_map(path: Path, size_bytes: int) -> object:
         on_map(path)
@@ -38,7 +38,7 @@ def files_in(folder: Path, on_map: Callable[[Path], None]) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(segment, "FOLDER", folder)
-        patch.setattr(segment, "_map", look_and_map)
+        patch.setattr(segment, "map_file", look_and_map)
         yield
 
 
@@ -426,7 +426,7 @@ def sum_without_shared_memory(communicator: Communicator) -> tuple[float, int]:
         raise OSError(errno.ENOSPC, "no space left")
 
     with shared_memory.connect(communicator) as shm, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(segment, "_create", refuse)
+        patch.setattr(segment, "create_file", refuse)
         tensor = shm.zeros(100_000, torch.float32, torch.device("cpu")).fill_(shm.rank + 1)
         shm.all_reduce(tensor, "gradients").wait()
         return float(tensor.sum()), len(shm._symmetric_memory)

@@ -24,7 +24,6 @@ from paceline.comm.torch_distributed import TorchCommunicator
 from paceline.errors import PeerError
 from paceline.measure.traffic import Traffic
 from paceline.strategies.ddp import Ddp
-from paceline.strategies.parameter_server.connection import Pair
 from tests.support import toy_replicas as toy
 from tests.support.worker_pool import WorkerPool
 
@@ -110,12 +109,12 @@ def test_closing_destroys_the_default_group_and_can_be_repeated(pool: WorkerPool
 
 
 @pytest.fixture
-def pair() -> Iterator[list[Pair]]:
-    """Return both ends of a connection between a worker and a server, in this process."""
+def pair() -> Iterator[list[TorchCommunicator]]:
+    """Two ranks in this process."""
     store = HashStore()
 
-    def make(rank: int) -> Pair:
-        return Pair(store, rank, 2, address="127.0.0.1", timeout_seconds=10.0)
+    def make(rank: int) -> TorchCommunicator:
+        return TorchCommunicator(store, rank, 2, address="127.0.0.1", timeout_seconds=10.0)
 
     with ThreadPoolExecutor(2) as threads:
         ends = list(threads.map(make, range(2)))
@@ -125,9 +124,8 @@ def pair() -> Iterator[list[Pair]]:
 
 
 def test_concurrent_close_aborts_only_once(
-    pair: list[Pair], monkeypatch: pytest.MonkeyPatch
+    pair: list[TorchCommunicator], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Heartbeats and a server thread both close the connection when a peer is lost."""
     aborted = []
 
     def abort(gloo: object, peers: object) -> None:
@@ -141,14 +139,14 @@ def test_concurrent_close_aborts_only_once(
     assert aborted[0] is not None
 
 
-def test_operation_on_a_closed_communicator_is_an_error(pair: list[Pair]) -> None:
+def test_operation_on_a_closed_communicator_is_an_error(pair: list[TorchCommunicator]) -> None:
     pair[0].close()
     with pytest.raises(PeerError, match="rank 0: send to rank 1: this communicator is closed"):
         pair[0].send(torch.ones(3), 1, "control")
 
 
 def test_programming_error_is_not_reported_as_a_closed_communicator(
-    pair: list[Pair], monkeypatch: pytest.MonkeyPatch
+    pair: list[TorchCommunicator], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pair[0], "_gloo", SimpleNamespace())
     with pytest.raises(AttributeError):
@@ -171,7 +169,7 @@ class CallerRecorder:
 
 
 def test_all_reduce_calls_the_process_group_directly(
-    pair: list[Pair], monkeypatch: pytest.MonkeyPatch
+    pair: list[TorchCommunicator], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group, test = CallerRecorder(), "test_all_reduce_calls_the_process_group_directly"
     with monkeypatch.context() as patch:

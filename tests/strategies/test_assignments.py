@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
-from time import sleep
+import random
 
 import pytest
 
-from paceline.errors import PeerError
 from paceline.strategies.parameter_server.assignments import AssignmentQueue
 from paceline.strategies.strategy import Assignment, AssignmentRequest
 
@@ -23,72 +20,85 @@ def request(
     return AssignmentRequest(first, total, checkpoint_every, stop, finish)
 
 
+def granted(
+    queue: AssignmentQueue, worker: int, wish: AssignmentRequest | None = None
+) -> dict[int, Assignment]:
+    """Request an assignment, and return all assignments that this makes possible, by worker."""
+    queue.request(worker, wish or request())
+    return dict(queue.grant())
+
+
+def assigned(
+    queue: AssignmentQueue, worker: int, wish: AssignmentRequest | None = None
+) -> Assignment:
+    """Request an assignment that does not have to wait."""
+    (assignment,) = granted(queue, worker, wish).values()
+    return assignment
+
+
 def parts(assignments: list[Assignment]) -> list[tuple[int, int]]:
     return [(assignment.iteration, assignment.part) for assignment in assignments]
 
 
 def test_idle_worker_gets_the_next_part() -> None:
     queue = AssignmentQueue(workers=2, staleness=None)
-    slow = queue.next_assignment(0, request())
-    fast = [queue.next_assignment(1, request()) for _ in range(4)]
+    slow = assigned(queue, 0)
+    fast = [assigned(queue, 1) for _ in range(4)]
     assert parts([slow, *fast]) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]
     assert [assignment.ahead for assignment in fast] == [0, 1, 1, 2]
 
 
-def test_all_parts_are_assigned_exactly_once_before_the_end() -> None:
-    queue = AssignmentQueue(workers=3, staleness=1)
-
-    def work(worker: int) -> list[Assignment]:
-        assignments = []
-        while (assignment := queue.next_assignment(worker, request(total=20))).action == "train":
-            assignments.append(assignment)
-            sleep(0.001 * worker)
-        return assignments
-
-    with ThreadPoolExecutor(3) as pool:
-        assignments = [assignment for some in pool.map(work, range(3)) for assignment in some]
+@pytest.mark.parametrize("seed", range(5))
+def test_all_parts_are_assigned_exactly_once_before_the_end(seed: int) -> None:
+    """Workers complete their parts in random order."""
+    queue, order = AssignmentQueue(workers=3, staleness=1), random.Random(seed)
+    busy, assignments, ends = set(range(3)), [], 0
+    while busy:
+        worker = order.choice(sorted(busy))
+        busy.remove(worker)
+        for other, assignment in granted(queue, worker, request(total=20)).items():
+            if assignment.action == "train":
+                busy.add(other)
+                assignments.append(assignment)
+            else:
+                ends += 1
     assert sorted(parts(assignments)) == [(batch, part) for batch in range(20) for part in range(3)]
     assert max(assignment.ahead for assignment in assignments) <= 1
+    assert ends == 3
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_staleness_bound_limits_the_lead_of_a_worker(staleness: int) -> None:
     """One worker holds the first batch; the other gets parts up to the bound, then waits."""
     queue = AssignmentQueue(workers=2, staleness=staleness)
-    queue.next_assignment(0, request())
-    allowed = [queue.next_assignment(1, request()) for _ in range(2 * staleness + 1)]
+    assigned(queue, 0)
+    allowed = [assigned(queue, 1) for _ in range(2 * staleness + 1)]
     assert allowed[-1].ahead == staleness
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(queue.next_assignment, 1, request())
-        sleep(0.05)
-        assert not waiting.done()
-        queue.done(0)
-        assert waiting.result(10).iteration == staleness + 1
+    assert granted(queue, 1) == {}
+    queue.done(0)
+    ((worker, waiting),) = queue.grant()
+    assert (worker, waiting.iteration) == (1, staleness + 1)
+    assert waiting.waited_seconds > 0
 
 
 def test_resumed_run_continues_at_its_iteration() -> None:
     queue = AssignmentQueue(workers=2, staleness=None)
-    assert parts([queue.next_assignment(0, request(first=7))]) == [(7, 0)]
+    assert parts([assigned(queue, 0, request(first=7))]) == [(7, 0)]
 
 
 def test_all_workers_get_a_due_checkpoint_before_the_next_batch() -> None:
     """Each worker gets one part of the batch after all earlier batches are complete."""
-    queue = AssignmentQueue(workers=2, staleness=None)
-    everyone_is_here = Barrier(2)
+    queue, wish = AssignmentQueue(workers=2, staleness=None), request(total=6, checkpoint_every=2)
     calls: list[list[tuple[str, int]]] = [[], []]
-
-    def work(worker: int) -> None:
-        for _ in range(100):
-            assignment = queue.next_assignment(worker, request(total=6, checkpoint_every=2))
-            calls[worker].append((assignment.action, assignment.iteration))
-            if assignment.action == "end":
-                return
-            if assignment.action == "checkpoint":
-                everyone_is_here.wait(10)
-            sleep(0.002 * worker)
-
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(work, range(2)))
+    busy = {0, 1}
+    while busy:
+        # Worker 0 is fast: it requests parts until it has to wait.
+        worker = min(busy)
+        busy.remove(worker)
+        for other, assignment in granted(queue, worker, wish).items():
+            calls[other].append((assignment.action, assignment.iteration))
+            if assignment.action != "end":
+                busy.add(other)
     for mine in calls:
         assert [call for call in mine if call[0] == "checkpoint"] == [
             ("checkpoint", 2),
@@ -98,16 +108,12 @@ def test_all_workers_get_a_due_checkpoint_before_the_next_batch() -> None:
 
 def test_all_workers_stop_after_a_complete_batch() -> None:
     queue = AssignmentQueue(workers=2, staleness=None)
-    queue.next_assignment(0, request())
-    with ThreadPoolExecutor(1) as pool:
-        rest = queue.next_assignment(0, request(stop=True))
-        assert parts([rest]) == [(0, 1)]
-        stopping = pool.submit(queue.next_assignment, 1, request())
-        sleep(0.05)
-        assert not stopping.done()
-        assert queue.next_assignment(0, request()).action == "stop"
-        assert stopping.result(10).action == "stop"
-        assert stopping.result().iteration == 1
+    assigned(queue, 0)
+    assert parts([assigned(queue, 0, request(stop=True))]) == [(0, 1)]
+    assert granted(queue, 1) == {}
+    results = granted(queue, 0)
+    assert {worker: each.action for worker, each in results.items()} == {0: "stop", 1: "stop"}
+    assert results[1].iteration == 1
 
 
 def check_all_get(
@@ -117,35 +123,29 @@ def check_all_get(
     expected: tuple[str, int],
 ) -> None:
     """Worker 1 requests first and waits for the request of worker 0; both get this action."""
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(queue.next_assignment, 1, first)
-        sleep(0.05)
-        assert not waiting.done()
-        results = [queue.next_assignment(0, last), waiting.result(10)]
-    assert [(result.action, result.iteration) for result in results] == [expected] * 2
+    assert granted(queue, 1, first) == {}
+    results = granted(queue, 0, last)
+    assert {worker: (each.action, each.iteration) for worker, each in results.items()} == {
+        0: expected,
+        1: expected,
+    }
 
 
 def started(parts: int) -> AssignmentQueue:
     """A queue of two workers that have computed parts in turn."""
     queue = AssignmentQueue(workers=2, staleness=None)
     for number in range(parts):
-        queue.next_assignment(number % 2, request())
+        assigned(queue, number % 2)
         queue.done(number % 2)
     return queue
 
 
 def test_finishing_worker_ends_the_run_after_the_others_complete() -> None:
     queue = AssignmentQueue(workers=2, staleness=None)
-    assert parts([queue.next_assignment(0, request()), queue.next_assignment(1, request())]) == [
-        (0, 0),
-        (0, 1),
-    ]
-    with ThreadPoolExecutor(1) as pool:
-        finishing = pool.submit(queue.next_assignment, 0, request(finish=True))
-        sleep(0.05)
-        assert not finishing.done()
-        assert queue.next_assignment(1, request()).action == "end"
-        assert finishing.result(10).action == "end"
+    assert parts([assigned(queue, 0), assigned(queue, 1)]) == [(0, 0), (0, 1)]
+    assert granted(queue, 0, request(finish=True)) == {}
+    results = granted(queue, 1)
+    assert {worker: each.action for worker, each in results.items()} == {0: "end", 1: "end"}
 
 
 def test_reaching_the_target_precedes_a_checkpoint_that_others_wait_for() -> None:
@@ -173,22 +173,8 @@ def test_the_end_of_the_iterations_precedes_a_stop() -> None:
 
 def test_partial_batch_is_dropped_when_a_worker_finishes() -> None:
     queue = started(5)
-    with ThreadPoolExecutor(1) as pool:
-        finishing = pool.submit(queue.next_assignment, 0, request(finish=True))
-        sleep(0.05)
-        assert not finishing.done()
-        results = [queue.next_assignment(1, request()), finishing.result(10)]
-    assert [(result.action, result.iteration, result.part) for result in results] == [
+    assert granted(queue, 0, request(finish=True)) == {}
+    results = granted(queue, 1)
+    assert [(each.action, each.iteration, each.part) for each in results.values()] == [
         ("end", 2, 1)
     ] * 2
-
-
-def test_lost_worker_fails_the_waiting_workers() -> None:
-    queue = AssignmentQueue(workers=2, staleness=0)
-    queue.next_assignment(0, request())
-    queue.next_assignment(1, request())
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(queue.next_assignment, 1, request())
-        queue.abort()
-        with pytest.raises(PeerError):
-            waiting.result(10)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import errno
-import selectors
 import socket
 from collections.abc import Iterator
 from threading import Event
 
 import pytest
 
-from paceline.strategies.parameter_server.heartbeat import Address, Heartbeats, SilenceTimer
+from paceline.strategies.parameter_server.heartbeat import Heartbeats, SilenceTimer
 
 LIMIT_SECONDS = 30.0
 """Timeout for events that must occur, generous for a busy machine."""
@@ -40,60 +38,47 @@ def test_time_while_this_process_was_suspended_does_not_count() -> None:
 
 
 @pytest.fixture
-def server() -> Iterator[tuple[Heartbeats, Address, Event]]:
-    """A server that reports the loss of peer 3."""
+def peer() -> Iterator[tuple[socket.socket, Event]]:
+    """The other end of a running process's connection to peer 3, and whether the peer is lost.
+
+    The peer sends no heartbeats on its own.
+    """
     lost = Event()
-    with Heartbeats(timeout_seconds=1.0) as heartbeats:
-        address = heartbeats.listen("127.0.0.1")
+    own, other = socket.socketpair()
+    other.settimeout(LIMIT_SECONDS)
+    with other, Heartbeats(timeout_seconds=1.0) as heartbeats:
+        heartbeats.add(own, 3)
         heartbeats.when_lost(3, lost.set)
         heartbeats.start()
-        yield heartbeats, address, lost
+        yield other, lost
 
 
-def hello(address: Address, token: str | None = None) -> socket.socket:
-    """A peer that identifies itself and sends no heartbeats on its own."""
-    connection = socket.create_connection((address.host, address.port), LIMIT_SECONDS)
-    connection.sendall(bytes.fromhex(token or address.token) + (3).to_bytes(4, "big"))
-    return connection
+Peer = tuple[socket.socket, Event]
 
 
-Server = tuple[Heartbeats, Address, Event]
+def test_connected_but_silent_peer_is_lost(peer: Peer) -> None:
+    assert peer[1].wait(LIMIT_SECONDS)
 
 
-def test_connected_but_silent_peer_is_lost(server: Server) -> None:
-    _, address, lost = server
-    with hello(address):
-        assert lost.wait(LIMIT_SECONDS)
-
-
-def test_peer_receives_heartbeats_beyond_the_timeout(server: Server) -> None:
+def test_peer_receives_heartbeats_beyond_the_timeout(peer: Peer) -> None:
     """The peer is not lost while it sends heartbeats, too."""
-    _, address, lost = server
-    with hello(address) as connection:
-        for _ in range(10):
-            assert connection.recv(1) == b"\x00"
-            connection.sendall(b"\x00")
+    connection, lost = peer
+    for _ in range(10):
+        assert connection.recv(1) == b"\x00"
+        connection.sendall(b"\x00")
     assert not lost.is_set()
 
 
-def test_peer_that_says_goodbye_is_not_lost(server: Server) -> None:
-    _, address, lost = server
-    with hello(address) as connection:
-        connection.sendall(b"\x01")
-        assert not lost.wait(3.0)
+def test_peer_that_says_goodbye_is_not_lost(peer: Peer) -> None:
+    connection, lost = peer
+    connection.sendall(b"\x01")
+    assert not lost.wait(3.0)
 
 
-def test_connection_closed_without_goodbye_counts_as_silence(server: Server) -> None:
-    _, address, lost = server
-    hello(address).close()
+def test_connection_closed_without_goodbye_counts_as_silence(peer: Peer) -> None:
+    connection, lost = peer
+    connection.close()
     assert lost.wait(LIMIT_SECONDS)
-
-
-def test_unknown_peer_is_disconnected(server: Server) -> None:
-    _, address, lost = server
-    with hello(address, token="00" * 16) as connection:
-        assert connection.recv(1) == b""
-    assert not lost.is_set()
 
 
 class Ends:
@@ -117,9 +102,9 @@ def ends(clock: list[float]) -> Iterator[Ends]:
         ends = Ends(server, worker)
         server.when_lost(3, lambda: ends.lost_by.append("server"))
         worker.when_lost(0, lambda: ends.lost_by.append("worker"))
-        worker.connect(server.listen("127.0.0.1"), 3, number=0, limit_seconds=LIMIT_SECONDS)
-        while not any(peer.number == 3 for peer in server._peers):
-            server.run_once()
+        sockets = socket.socketpair()
+        server.add(sockets[0], 3)
+        worker.add(sockets[1], 0)
         yield ends
 
 
@@ -151,51 +136,10 @@ def test_error_in_a_loss_callback_does_not_stop_the_heartbeats(
     assert "heartbeats: handling a lost peer failed" in capsys.readouterr().err
 
 
-class NoFilesLeft:
-    """A listener whose `accept` fails while too many files are open."""
-
-    def __init__(self, listener: socket.socket) -> None:
-        self._listener = listener
-        self.accepts = 0
-
-    def fileno(self) -> int:
-        return self._listener.fileno()
-
-    def accept(self) -> tuple[socket.socket, object]:
-        self.accepts += 1
-        raise OSError(errno.EMFILE, "too many open files")
-
-    def close(self) -> None:
-        self._listener.close()
-
-
-def test_accept_is_retried_at_the_next_heartbeat_after_too_many_open_files(
-    clock: list[float],
-) -> None:
-    with Heartbeats(5.0, lambda: clock[0]) as server:
-        address = server.listen("127.0.0.1")
-        server.run_once()
-        listener = server._listener
-        assert listener is not None
-        full = NoFilesLeft(listener)
-        server._selector.unregister(listener)
-        server._listener = full  # type: ignore[assignment]  # has the methods that are used
-        server._selector.register(full, selectors.EVENT_READ)
-        with hello(address):
-            server.run_once()
-            clock[0] += 0.999
-            server.run_once()
-            assert full.accepts == 1
-            clock[0] += 0.001
-            server.run_once()
-            server.run_once()
-            assert full.accepts == 2
-
-
-def test_earlier_loss_is_reported_on_registration(server: Server) -> None:
-    heartbeats, address, lost = server
-    late = Event()
-    with hello(address):
-        assert lost.wait(LIMIT_SECONDS)
-        heartbeats.when_lost(3, late.set)
-    assert late.is_set()
+def test_earlier_loss_is_reported_on_registration(clock: list[float], ends: Ends) -> None:
+    for _ in range(20):
+        clock[0] += 1.0
+        ends.server.run_once()
+    late: list[str] = []
+    ends.server.when_lost(3, lambda: late.append("server"))
+    assert late == ["server"]

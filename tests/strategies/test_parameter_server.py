@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from paceline.config import from_mapping
 from paceline.errors import ConfigError, PeerError
 from paceline.launch import launcher
 from paceline.records import Result, RunFolder, read_lines
-from paceline.strategies.parameter_server.server import WorkerBarrier
 from paceline.strategies.parameter_server.strategy import ParameterServer, ServerCheckpointState
 from paceline.strategies.strategy import AssignmentRequest, SingleProcess
 from tests.support import toy_replicas as toy
@@ -221,17 +219,6 @@ def test_worker_that_exits_early_fails_the_barrier_of_the_others() -> None:
 
     cause, _ = with_servers(2, ParameterServer, toy.sgd(), work)
     assert cause == "rank 0: server 0: the connection was closed"
-
-
-def test_aborted_barrier_fails_only_incomplete_waits() -> None:
-    barrier = WorkerBarrier(2)
-    with ThreadPoolExecutor(1) as threads:
-        other = threads.submit(barrier.wait)
-        barrier.wait()
-        barrier.abort()
-        other.result()
-    with pytest.raises(PeerError, match="a worker is lost"):
-        barrier.wait()
 
 
 @pytest.mark.parametrize(("option", "value"), [("servers", 0), ("staleness", -1)])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.comm.communicator import Communicator
+from paceline.comm.connection import Connection
 from paceline.errors import UsageError
 from paceline.strategies.parameter_server.strategy import ParameterServer
 from paceline.strategies.replica import Replica
@@ -71,7 +71,7 @@ class SlowServers(ParameterServer):
     """The first update of a server takes OWN_SLEEP_SECONDS longer."""
 
     def serve(
-        self, number: int, workers: Sequence[Communicator], make_optimizer: MakeOptimizer
+        self, number: int, workers: Sequence[Connection], make_optimizer: MakeOptimizer
     ) -> None:
         def make_slow(weights: nn.Parameter) -> Optimizer:
             optimizer = make_optimizer(weights)

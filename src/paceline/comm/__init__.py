@@ -12,6 +12,7 @@ Modules in reading order:
 - `shm`: the communicator for the ranks of one node, over shared memory
 - `hierarchical`: the multi-node communicator, with shared memory within a node and
   torch.distributed across nodes
+- `connection`: messages between two processes over a socket, for parameter servers
 - `background`: a thread that runs blocking collectives
 - `buffers`: chunk bounds, contiguous staging copies
 - `objects`: collectives for JSON values, bytes and scalars

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from threading import Lock, Thread
 from time import monotonic, sleep
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -207,8 +207,6 @@ class TorchCommunicator(Communicator):
     Methods never assign a process group to a local variable: the traceback of an error would keep
     its connections open.
     """
-
-    point_to_point_work: ClassVar[type[GlooPointToPointWork]] = GlooPointToPointWork
 
     def __init__(
         self,
@@ -431,7 +429,7 @@ class TorchCommunicator(Communicator):
         transfer: CountedTransfer,
         device: torch.device,
     ) -> Work:
-        work_class = self.point_to_point_work if device == CPU else NcclWork
+        work_class = GlooPointToPointWork if device == CPU else NcclWork
         return self.track_transfer(work_class(handle, context, self.timeout_seconds), transfer)
 
     def _group(self, device: torch.device) -> Any:

@@ -1,8 +1,8 @@
 """Parameter servers: their processes, and their connections to the workers.
 
 Servers have the ranks after those of the workers and do not count as workers. They join at the
-workers' store. Each worker has a connection to each server
-(strategies/parameter_server/protocol.py) and exchanges heartbeats with it
+workers' store, where each publishes its address. Each worker has two connections to each server:
+one for requests (strategies/parameter_server/protocol.py) and one for heartbeats
 (strategies/parameter_server/heartbeat.py).
 """
 
@@ -15,13 +15,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from torch.distributed import (  # type: ignore[attr-defined]  # torch lists only the first
-    DistError,
-    PrefixStore,
-    Store,
-)
+from torch.distributed import DistError
 
-from paceline.comm.communicator import Communicator, timeout_message
+from paceline.comm.communicator import format_ranks, timeout_message
+from paceline.comm.connection import Address, Connection, Listener
 from paceline.comm.rank_info import RankInfo
 from paceline.comm.rendezvous import Rendezvous
 from paceline.config import RunConfig, from_record
@@ -32,15 +29,16 @@ from paceline.launch.signals import SIGNALS
 from paceline.measure.traffic import Traffic
 from paceline.records import SCHEMA, RunFolder, read_json, write_json
 from paceline.strategies import create_strategy
-from paceline.strategies.parameter_server.connection import Pair
-from paceline.strategies.parameter_server.heartbeat import Address, Heartbeats
-from paceline.strategies.parameter_server.protocol import SERVER, WORKER
+from paceline.strategies.parameter_server.heartbeat import Heartbeats
 from paceline.strategies.strategy import ServerStrategy, Strategy
 from paceline.training.device import computing
 from paceline.training.optimizer import build_optimizer
 
 LEAVING_SECONDS = 3.0
 """Time for servers to notice that their workers have left."""
+
+REQUESTS, HEARTBEATS = range(2)
+"""Channels: the connections between a worker and a server."""
 
 
 def server_ranks(config: RunConfig, strategy: Strategy, node: int) -> list[int]:
@@ -71,51 +69,86 @@ def serve(config: RunConfig, rank_info: RankInfo) -> None:
     """Connect to the workers and serve them until all have left."""
     strategy = create_strategy(config.strategy, config.options)
     assert isinstance(strategy, ServerStrategy)
-    count = len(strategy.server_nodes(rank_info.nnodes))
-    with computing(config), _pairs_with_workers(config, rank_info, count) as workers:
+    nodes = strategy.server_nodes(rank_info.nnodes)
+    with computing(config), _connect_workers(config, rank_info, len(nodes)) as workers:
         number = rank_info.rank - rank_info.world_size
         strategy.serve(number, workers, lambda weights: build_optimizer(config, [weights]))
-        for rank, pair in enumerate(workers):
-            if pair.silent_seconds is not None:
-                cause = f"server {number}: rank {rank}: {timeout_message(pair.silent_seconds)}"
+        for rank, worker in enumerate(workers):
+            if worker.silent_seconds is not None:
+                cause = f"server {number}: rank {rank}: {timeout_message(worker.silent_seconds)}"
                 error = PeerError(cause)
                 # The other workers fail because of it, later than it was noticed.
-                error.noticed_at = pair.lost_at
+                error.noticed_at = worker.lost_at
                 raise error
 
 
 @contextmanager
 def connect_servers(
     config: RunConfig, strategy: Strategy, rank_info: RankInfo, traffic: Traffic
-) -> Iterator[Sequence[Communicator]]:
+) -> Iterator[Sequence[Connection]]:
     """A worker's connections to the servers, counted in its traffic; none without servers."""
-    count = len(_server_nodes(strategy, rank_info.nnodes))
-    if not count:
+    nodes = _server_nodes(strategy, rank_info.nnodes)
+    if not nodes:
         yield []
         return
-    rendezvous = _rendezvous(config, rank_info, count)
-    store = rendezvous.join()
+    own_name = f"rank {rank_info.rank}"
+    store = _rendezvous(config, rank_info, len(nodes)).join()
     with Heartbeats(config.timeout_seconds) as heartbeats, ExitStack() as stack:
-        for number in range(count):
-            _connect_heartbeats(heartbeats, store, number, config, rank_info)
+        servers = []
+        for number, node in enumerate(nodes):
+            name = f"server {number}"
+            try:
+                address = Address.decode(store.get(_address_key(number)).decode())
+                limit = config.rendezvous_seconds
+                requests = address.connect(REQUESTS, rank_info.rank, limit)
+                server = Connection(
+                    requests,
+                    own_name,
+                    name,
+                    is_same_node=node == rank_info.node_rank,
+                    traffic=traffic,
+                )
+                stack.enter_context(server)
+                heartbeats.add(address.connect(HEARTBEATS, rank_info.rank, limit), number)
+            except (OSError, DistError) as error:
+                cause = error_line(error)
+                raise PeerError(f"{own_name}: {name}: cannot connect: {cause}") from None
+            heartbeats.when_lost(number, partial(server.lose, config.timeout_seconds))
+            servers.append(server)
         heartbeats.start()
-        names = [f"{number}/{rank_info.rank}" for number in range(count)]
-        yield _pairs(config, rendezvous, store, names, WORKER, traffic, heartbeats, stack)
+        yield servers
 
 
 @contextmanager
-def _pairs_with_workers(
-    config: RunConfig, rank_info: RankInfo, count: int
-) -> Iterator[Sequence[Pair]]:
+def _connect_workers(
+    config: RunConfig, rank_info: RankInfo, server_count: int
+) -> Iterator[Sequence[Connection]]:
+    """A server's connections to all workers, by rank."""
     number = rank_info.rank - rank_info.world_size
-    rendezvous = _rendezvous(config, rank_info, count)
+    rendezvous = _rendezvous(config, rank_info, server_count)
     store = rendezvous.join()
+    ranks = range(rank_info.world_size)
     with Heartbeats(config.timeout_seconds) as heartbeats, ExitStack() as stack:
-        address = heartbeats.listen(rendezvous.local_address())
-        store.set(_heartbeat_key(number), address.encode())
+        with Listener(rendezvous.local_address()) as listener:
+            store.set(_address_key(number), listener.address.encode())
+            expected = {(channel, rank) for channel in (REQUESTS, HEARTBEATS) for rank in ranks}
+            sockets = listener.accept(expected, config.rendezvous_seconds)
+        missing = [rank for rank in ranks if (HEARTBEATS, rank) not in sockets]
+        workers = []
+        for (channel, rank), each in sorted(sockets.items()):
+            if channel == HEARTBEATS:
+                heartbeats.add(each, rank)
+                continue
+            worker = stack.enter_context(Connection(each, f"server {number}", f"rank {rank}"))
+            heartbeats.when_lost(rank, partial(worker.lose, config.timeout_seconds))
+            workers.append(worker)
+        if missing:
+            raise PeerError(
+                f"server {number}: {format_ranks(missing)} did not connect"
+                f" within {config.rendezvous_seconds:g} s"
+            )
         heartbeats.start()
-        names = [f"{number}/{rank}" for rank in range(rank_info.world_size)]
-        yield _pairs(config, rendezvous, store, names, SERVER, Traffic(), heartbeats, stack)
+        yield workers
 
 
 def _server_nodes(strategy: Strategy, nnodes: int) -> list[int]:
@@ -137,46 +170,8 @@ def _rendezvous(config: RunConfig, rank_info: RankInfo, server_count: int) -> Re
     )
 
 
-def _heartbeat_key(number: int) -> str:
-    return f"heartbeats/{number}"
-
-
-def _connect_heartbeats(
-    heartbeats: Heartbeats, store: Store, number: int, config: RunConfig, rank_info: RankInfo
-) -> None:
-    try:
-        address = Address.decode(store.get(_heartbeat_key(number)).decode())
-        heartbeats.connect(address, rank_info.rank, number, config.rendezvous_seconds)
-    except (OSError, DistError) as error:
-        cause = error_line(error)
-        raise PeerError(f"rank {rank_info.rank}: server {number}: no heartbeats: {cause}") from None
-
-
-def _pairs(
-    config: RunConfig,
-    rendezvous: Rendezvous,
-    store: Store,
-    names: Sequence[str],
-    side: int,
-    traffic: Traffic,
-    heartbeats: Heartbeats,
-    stack: ExitStack,
-) -> list[Pair]:
-    """A connection for each name, in the order of the peers' numbers."""
-    pairs = []
-    for number, name in enumerate(names):
-        pair = Pair(
-            PrefixStore(name, store),
-            side,
-            2,
-            address=rendezvous.local_address(),
-            timeout_seconds=config.rendezvous_seconds,
-            traffic=traffic,
-        )
-        stack.enter_context(pair)
-        heartbeats.when_lost(number, partial(pair.lose, config.timeout_seconds))
-        pairs.append(pair)
-    return pairs
+def _address_key(number: int) -> str:
+    return f"server/{number}"
 
 
 @contextmanager

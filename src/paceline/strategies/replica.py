@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.comm.communicator import Communicator
+from paceline.comm.connection import Connection
 from paceline.measure.phase_clock import PhaseClock
 from paceline.strategies.optimizer_step import FusedSgdStep, step_unless_overflow
 from paceline.strategies.sync_batch_norm import SyncBatchNorm
@@ -119,8 +120,8 @@ class Replica:
     exposed: ExposedIntervals = field(default_factory=ExposedIntervals)
     batch_fraction: float = 1.0
     """This rank's fraction of the samples of the current global batch."""
-    servers: Sequence[Communicator] = ()
-    """One two-rank communicator per parameter server, which is rank 0 in it."""
+    servers: Sequence[Connection] = ()
+    """One connection per parameter server."""
     hidden_exchange_seconds: float = 0.0
     """Communication that overlapped the backward pass."""
     trainable: list[nn.Parameter] = field(init=False)

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, Protocol, get_args
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.comm.communicator import Communicator
+from paceline.comm.connection import Connection
 from paceline.comm.cost import Cost, Network
 from paceline.config import RunConfig
 from paceline.strategies.checkpoint_state import CheckpointState
@@ -175,11 +175,11 @@ class ServerStrategy(Strategy, ABC):
 
     @abstractmethod
     def serve(
-        self, index: int, workers: Sequence[Communicator], make_optimizer: MakeOptimizer
+        self, index: int, workers: Sequence[Connection], make_optimizer: MakeOptimizer
     ) -> None:
         """Run server `index` until all workers have disconnected.
 
-        `workers` holds one two-rank communicator per worker, by rank; the server is rank 0 in each.
+        `workers` holds one connection per worker, by rank.
         """
 
     @abstractmethod

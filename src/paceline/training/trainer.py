@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from paceline.comm.communicator import Communicator
+from paceline.comm.connection import Connection
 from paceline.comm.rank_info import RankInfo
 from paceline.config import RunConfig
 from paceline.data.dataset import Dataset
@@ -121,8 +122,8 @@ class RankContext:
     communicator: Communicator
     store: CheckpointStore | None
     """Only on rank 0."""
-    servers: Sequence[Communicator] = ()
-    """Connections to the parameter servers: groups of two in which this worker is rank 1."""
+    servers: Sequence[Connection] = ()
+    """One connection per parameter server."""
 
 
 def run_worker(

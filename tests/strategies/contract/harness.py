@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch.optim import SGD
 
 from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
-from paceline.comm.in_process import InProcessGroup
+from paceline.comm.connection import Connection
 from paceline.config import RunConfig
 from paceline.data.sampling import shard_bounds
 from paceline.measure.phase_clock import PhaseClock
@@ -25,6 +24,7 @@ from paceline.strategies.gradient_averaging import GradientAveraging
 from paceline.strategies.replica import Replica
 from paceline.strategies.strategy import ServerStrategy, Strategy
 from tests.strategies.contract.exact import ExactModel, exact_batch
+from tests.support.server_threads import run_with_servers
 from tests.support.worker_pool import WorkerPool
 
 SMALL_BUCKETS = {
@@ -57,7 +57,7 @@ class Connections:
     """Connections of a worker."""
 
     communicator: Communicator
-    servers: Sequence[Communicator] = ()
+    servers: Sequence[Connection] = ()
     node: int = 0
 
 
@@ -189,33 +189,17 @@ def _run_rank(communicator: Communicator, function: Any, name: str, task: Any) -
 
 
 def _run_with_servers(world_size: int, function: Any, name: str, task: Any) -> list[Any]:
-    strategy = create_strategy(name, {})
-    assert isinstance(strategy, ServerStrategy)
-    nodes = strategy.server_nodes(1)
-    pairs = [[InProcessGroup(2) for _ in range(world_size)] for _ in nodes]
-
-    def serve(number: int) -> None:
-        ends = [hub.communicators[0] for hub in pairs[number]]
+    def make() -> ServerStrategy:
         strategy = create_strategy(name, {})
         assert isinstance(strategy, ServerStrategy)
-        strategy.serve(number, ends, lambda weight: make_optimizer([weight], task))
+        return strategy
 
-    def work(communicator: Communicator) -> Any:
-        ends = [hubs[communicator.rank].communicators[1] for hubs in pairs]
-        try:
-            return function(Connections(communicator, ends), name, task)
-        finally:
-            for end in ends:
-                end.close()
-
-    threads = [Thread(target=serve, args=(number,)) for number in range(len(pairs))]
-    for thread in threads:
-        thread.start()
-    try:
-        return in_process.run(world_size, work)
-    finally:
-        for thread in threads:
-            thread.join(10.0)
+    return run_with_servers(
+        world_size,
+        make,
+        lambda weight: make_optimizer([weight], task),
+        lambda communicator, servers: function(Connections(communicator, servers), name, task),
+    )
 
 
 def _is_plain(name: str) -> bool:

@@ -73,7 +73,7 @@ def _create_and_map(communicator: Communicator, size_bytes: int) -> mmap.mmap:
     path, failure = None, None
     if communicator.rank == 0:
         try:
-            path = _create(size_bytes)
+            path = create_file(size_bytes)
         except OSError as error:
             failure = _reason_and_hint(error, size_bytes)
     try:
@@ -98,7 +98,7 @@ def _map_on_all_ranks(
     if failure is not None:
         raise SharedMemoryUnavailableError(*failure)
     try:
-        mapped = _map(Path(name), size_bytes)
+        mapped = map_file(Path(name), size_bytes)
     except OSError:
         mapped = None
     missing = torch.tensor([float(mapped is None)])
@@ -106,7 +106,8 @@ def _map_on_all_ranks(
     return None if float(missing) else mapped
 
 
-def _create(size_bytes: int) -> Path:
+def create_file(size_bytes: int) -> Path:
+    """Create a file of zeros that other processes of this node can map; the caller unlinks it."""
     unlink_stale_segments()
     path = FOLDER / f"{PREFIX}-{_owner(os.getpid())}-{secrets.token_hex(8)}"
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -121,7 +122,8 @@ def _create(size_bytes: int) -> Path:
     return path
 
 
-def _map(path: Path, size_bytes: int) -> mmap.mmap:
+def map_file(path: Path, size_bytes: int) -> mmap.mmap:
+    """Map a file of `create_file`."""
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         return mmap.mmap(descriptor, size_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)

@@ -18,12 +18,11 @@ stop, and a stop over a checkpoint.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from threading import Condition
 from time import perf_counter
 from typing import Any
 
-from paceline.errors import PeerError
 from paceline.strategies.strategy import Action, Assignment, AssignmentRequest, StepMeter
 
 
@@ -35,9 +34,14 @@ class StalenessMeter(StepMeter):
     of the weights and the push of the update.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, settle: Callable[[], None] = lambda: None) -> None:
+        """`settle` adds the update of a completed step that is still to be pushed."""
+        self._settle = settle
         self._counts: dict[str, Counter[int]] = {"ahead": Counter(), "behind": Counter()}
         self._recent: dict[str, list[int]] = {}
+
+    def settle(self) -> None:
+        self._settle()
 
     def add(self, *, iteration: int, part: int, ahead: int, behind: int) -> None:
         values = {"batch": iteration, "part": part, "ahead": ahead, "behind": behind}
@@ -47,6 +51,7 @@ class StalenessMeter(StepMeter):
                 self._counts[name][value] += 1
 
     def take(self) -> dict[str, list[int]]:
+        self._settle()
         values, self._recent = self._recent, {}
         return values
 
@@ -71,53 +76,47 @@ class StalenessMeter(StepMeter):
 
 
 class AssignmentQueue:
-    """Assigns parts of batches in order; the server calls it from one thread per worker."""
+    """Assigns parts of batches in order; requests wait until they can be granted."""
 
     def __init__(self, workers: int, staleness: int | None) -> None:
         """`staleness` is the bound in iterations; None means no bound."""
         self._workers = workers
         self._staleness = staleness
-        self._changed = Condition()
         self._next = 0
         """Index of the next part, counted from the first batch of the run."""
         self._busy: dict[int, int] = {}
         """The part that each worker computes."""
-        self._waiting: set[int] = set()
-        """Workers that wait for an assignment."""
-        self._stopping = self._finishing = self._is_aborted = False
+        self._waiting: dict[int, tuple[AssignmentRequest, float]] = {}
+        """Requests of workers that wait for an assignment and their times, in order of arrival."""
+        self._stopping = self._finishing = False
         self._last_action: Action | None = None
         """The final action, once it is decided; all workers get it."""
 
-    def next_assignment(self, worker: int, request: AssignmentRequest) -> Assignment:
-        """Wait for and return a worker's next assignment; its previous one counts as done."""
-        began = perf_counter()
-        with self._changed:
-            self._next = max(self._next, request.first * self._workers)
-            self._stopping |= request.stop
-            self._finishing |= request.finish
-            self._busy.pop(worker, None)
-            self._waiting.add(worker)
-            self._changed.notify_all()
-            while (assignment := self._decide(request)) is None:
-                self._changed.wait()
-            self._waiting.discard(worker)
-            ahead = assignment.iteration - self._slowest()
-            if assignment.action in ("train", "checkpoint"):
-                self._busy[worker] = self._next
-                self._next += 1
-        return replace(assignment, ahead=max(0, ahead), waited_seconds=perf_counter() - began)
+    def request(self, worker: int, request: AssignmentRequest) -> None:
+        """Request a worker's next assignment; its previous one counts as done."""
+        self._next = max(self._next, request.first * self._workers)
+        self._stopping |= request.stop
+        self._finishing |= request.finish
+        self._busy.pop(worker, None)
+        self._waiting[worker] = request, perf_counter()
 
     def done(self, worker: int) -> None:
         """Count a worker's assignment as done."""
-        with self._changed:
-            self._busy.pop(worker, None)
-            self._changed.notify_all()
+        self._busy.pop(worker, None)
 
-    def abort(self) -> None:
-        """Fail all waiting workers, because one of them is lost."""
-        with self._changed:
-            self._is_aborted = True
-            self._changed.notify_all()
+    def grant(self) -> Iterator[tuple[int, Assignment]]:
+        """Return the workers whose requests can be granted now, with their assignments."""
+        for worker, (request, requested) in list(self._waiting.items()):
+            assignment = self._decide(request)
+            if assignment is None:
+                continue
+            del self._waiting[worker]
+            ahead = max(0, assignment.iteration - self._slowest())
+            if assignment.action in ("train", "checkpoint"):
+                self._busy[worker] = self._next
+                self._next += 1
+            waited = perf_counter() - requested
+            yield worker, replace(assignment, ahead=ahead, waited_seconds=waited)
 
     def _slowest(self) -> int:
         """Return the earliest batch that a worker computes."""
@@ -125,8 +124,6 @@ class AssignmentQueue:
 
     def _decide(self, request: AssignmentRequest) -> Assignment | None:
         """Return None if the worker has to wait."""
-        if self._is_aborted:
-            raise PeerError("a worker is lost")
         batch, part = divmod(self._next, self._workers)
         are_all_waiting = len(self._waiting) == self._workers
         if self._last_action is None and are_all_waiting:

@@ -1,155 +1,224 @@
-"""A worker's requests to all servers, each of which holds a shard of the flat weights."""
+"""A worker's requests to all servers, each of which holds a shard of the flat weights.
+
+A step has one request and one reply per server, and all requests are sent before the first reply is
+received.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from paceline.comm.buffers import chunk
-from paceline.comm.work import Work
-from paceline.strategies.parameter_server.protocol import DTYPES, NUMBERS, Request, ServerConnection
-from paceline.strategies.parameter_server.server import TENSOR, State, describe
+from paceline.comm.buffers import chunk, chunk_begin
+from paceline.comm.connection import EMPTY, Connection, bytes_of
+from paceline.strategies.parameter_server.memory import WorkerMemory
+from paceline.strategies.parameter_server.protocol import (
+    DTYPES,
+    Request,
+    State,
+    clip_factor,
+    pack_state,
+    unpack_state,
+)
 from paceline.strategies.strategy import ACTIONS, Assignment, AssignmentRequest
 
-CLIP_EPSILON = 1e-6
-"""The epsilon of torch.nn.utils.clip_grad_norm_."""
+
+class _Server:
+    """A worker's connection to one server, and its shard of the worker's memory."""
+
+    def __init__(self, connection: Connection, memory: WorkerMemory, is_shared: bool) -> None:
+        self.connection, self.weights = connection, memory.weights
+        self._shared_bytes = memory.weights.nbytes if is_shared else 0
+        self._gradient_payload = [] if is_shared else [bytes_of(memory.gradients)]
+        self._weights_payload = EMPTY if is_shared else bytes_of(memory.weights)
+
+    def request(self, request: Request, *numbers: float) -> None:
+        self.connection.send(request, *numbers)
+
+    def send_gradient(self, request: Request, *numbers: float) -> None:
+        self.connection.send(
+            request,
+            *numbers,
+            payload=self._gradient_payload,
+            kind="gradients",
+            shared_bytes=self._shared_bytes,
+        )
+
+    def receive_numbers(self) -> tuple[float, ...]:
+        return self.connection.receive().numbers
+
+    def receive_weights(self) -> tuple[float, ...]:
+        """Receive new weights; returns the numbers of the reply."""
+        return self.connection.receive(
+            self._weights_payload, "parameters", self._shared_bytes
+        ).numbers
 
 
 class ServerClient:
     """Sends requests to all servers at the same time; server 0 also assigns work."""
 
     def __init__(
-        self, connections: Sequence[ServerConnection], weights: Tensor, gradients: Tensor
+        self, connections: Sequence[Connection], elements: int, dtype: torch.dtype
     ) -> None:
-        """`weights` and `gradients` are flat tensors of the same layout."""
-        self._connections = connections
-        count = len(connections)
-        self._weights = [chunk(weights, count, index) for index in range(count)]
-        self._gradients = [chunk(gradients, count, index) for index in range(count)]
+        """`memory` holds the flat gradients and weights of this worker."""
+        is_shared = any(connection.is_same_node for connection in connections)
+        with WorkerMemory.allocate(elements, dtype, is_shared) as (self.memory, name):
+            self._servers = [
+                self._attach(connection, name, elements, len(connections), index)
+                for index, connection in enumerate(connections)
+            ]
+        self._first, *self._others = self._servers
+
+    def _attach(
+        self, connection: Connection, name: str, elements: int, servers: int, index: int
+    ) -> _Server:
+        begin, end = (chunk_begin(elements, servers, each) for each in (index, index + 1))
+        dtype = DTYPES.index(self.memory.weights.dtype)
+        payload = memoryview(name.encode() if connection.is_same_node else b"")
+        connection.send(Request.ATTACH, elements, begin, end, dtype, payload=[payload])
+        is_shared = bool(connection.receive().numbers[0])
+        return _Server(connection, self.memory.shard(begin, end), is_shared)
+
+    def bind(self, weights: Tensor, gradients: Tensor) -> None:
+        """Use these flat tensors of the model: those of `memory`, or copies on a GPU."""
+        self._weights, self._gradients = weights, gradients
+        self._is_staged = weights.device != self.memory.weights.device
+
+    def _stage_gradients(self) -> None:
+        if self._is_staged:
+            self.memory.gradients.copy_(self._gradients)
+
+    def _load_weights(self) -> None:
+        if self._is_staged:
+            self._weights.copy_(self.memory.weights)
 
     def begin(self) -> None:
-        """Send the initial weights. Called by one worker, before any other request."""
-        for connection, weights in zip(self._connections, self._weights, strict=True):
-            connection.send_numbers(Request.BEGIN, weights.numel(), DTYPES.index(weights.dtype))
-            connection.send(weights, "parameters")
-            connection.receive_numbers()
+        """Send the initial weights. Called by one worker, before any request for weights."""
+        if self._is_staged:
+            self.memory.weights.copy_(self._weights)
+        for server in self._servers:
+            server.connection.send(
+                Request.BEGIN, payload=[bytes_of(server.weights)], kind="parameters"
+            )
+        self._receive_acknowledgments()
 
     def step(self, rate: float, clip_norm: float | None) -> None:
         """Update the weights with the sum of all workers' gradients. Collective."""
-        started = self._send_gradients(Request.STEP, rate, clip_norm is not None)
-        if clip_norm is not None:
-            squares = sum(self._replies(started))
-            factor = min(1.0, clip_norm / (math.sqrt(squares) + CLIP_EPSILON))
-            started = [[connection.start_numbers(factor)] for connection in self._connections]
-        for connection, works, weights in zip(
-            self._connections, started, self._weights, strict=True
-        ):
-            works.append(connection.start_receive(weights, "parameters"))
-        self._wait(started)
+        self._stage_gradients()
+        if clip_norm is None or not self._others:
+            for server in self._servers:
+                server.send_gradient(Request.STEP, rate, clip_norm or 0.0)
+        else:
+            # The norm is that of the gradients on all servers.
+            for server in self._servers:
+                server.send_gradient(Request.SUM)
+            squares = sum(server.receive_numbers()[0] for server in self._servers)
+            for server in self._servers:
+                server.request(Request.APPLY, rate, clip_factor(squares, clip_norm))
+        for server in self._servers:
+            server.receive_weights()
+        self._load_weights()
 
-    def push(self, rate: float) -> int:
-        """Update the weights with this worker's gradient.
+    def push(self, rate: float | None) -> int:
+        """Update the weights with this worker's gradient; None means that it has none.
 
         Returns the number of updates by others since its last pull.
         """
-        has_one_server = len(self._connections) == 1
-        first, *_ = self._replies(self._send_gradients(Request.PUSH, rate, has_one_server))
-        if not has_one_server:
-            self.done()
-        return int(first)
-
-    def done(self) -> None:
-        """Report that this worker's assignment is done."""
-        self._connections[0].send_numbers(Request.DONE)
+        if rate is None:
+            self._first.request(Request.DONE)
+            return 0
+        self._stage_gradients()
+        self._push_to_others(Request.PUSH, rate)
+        self._first.send_gradient(Request.PUSH, rate)
+        return int(self._first.receive_numbers()[0])
 
     def pull(self) -> None:
         """Receive the current weights."""
-        self._pull_from(0)
+        self._pull_from(self._servers)
+        self._load_weights()
 
-    def _pull_from(self, first: int) -> None:
-        connections, shards = self._connections[first:], self._weights[first:]
-        started = [
-            [
-                connection.start_numbers(Request.PULL),
-                connection.start_receive(weights, "parameters"),
-            ]
-            for connection, weights in zip(connections, shards, strict=True)
-        ]
-        for connection, works in zip(connections, started, strict=True):
-            connection.wait(works)
+    def push_and_assign(
+        self, rate: float | None, request: AssignmentRequest, is_bounded: bool
+    ) -> tuple[int, Assignment]:
+        """Push, then receive the next assignment and the current weights.
 
-    def next_assignment(self, request: AssignmentRequest) -> Assignment:
-        """Receive the next assignment and the current weights."""
-        first = self._connections[0]
-        first.send_numbers(
-            Request.ASSIGN,
+        `rate` and the first result are those of `push`.
+        """
+        numbers = (
             request.first,
             request.total,
             request.checkpoint_every,
             request.stop,
             request.finish,
         )
-        action, iteration, part, ahead, waited_seconds, *_ = first.receive_numbers()
-        first.receive(self._weights[0], "parameters")
-        self._pull_from(1)
-        return Assignment(
-            int(iteration), int(part), ACTIONS[int(action)], int(ahead), waited_seconds
-        )
+        # Server 0 comes last: to it, the update counts as applied by all servers.
+        if rate is None:
+            self._first.request(Request.ASSIGN, *numbers)
+        else:
+            self._stage_gradients()
+            self._push_to_others(Request.PUSH if is_bounded else Request.PUSH_PULL, rate)
+            self._first.send_gradient(Request.PUSH_ASSIGN, *numbers, rate)
+        behind, action, iteration, part, ahead, waited = self._first.receive_weights()
+        assignment = Assignment(int(iteration), int(part), ACTIONS[int(action)], int(ahead), waited)
+        if rate is None or is_bounded or assignment.action != "train":
+            # The assignment may imply updates that are newer than a pull before it.
+            self._pull_from(self._others)
+        self._load_weights()
+        return int(behind), assignment
+
+    def _push_to_others(self, request: Request, rate: float) -> None:
+        for server in self._others:
+            server.send_gradient(request, rate)
+        for server in self._others:
+            if request == Request.PUSH_PULL:
+                server.receive_weights()
+            else:
+                server.receive_numbers()
+
+    def _pull_from(self, servers: Sequence[_Server]) -> None:
+        for server in servers:
+            server.request(Request.PULL)
+        for server in servers:
+            server.receive_weights()
 
     def barrier(self) -> None:
         """Wait for all workers, without a timeout, because they may wait for a slow server."""
-        self._connections[0].send_numbers(Request.BARRIER)
-        self._connections[0].receive_numbers()
+        self._first.request(Request.BARRIER)
+        self._first.receive_numbers()
 
     def finish(self) -> None:
         """Announce that this worker will disconnect."""
-        for connection in self._connections:
-            connection.send_numbers(Request.FINISHED)
+        for server in self._servers:
+            server.request(Request.FINISHED)
 
     def save(self) -> State:
         """Receive the optimizer state of all weights, as flat tensors and scalars."""
-        shards: list[State] = []
-        for connection, weights in zip(self._connections, self._weights, strict=True):
-            connection.send_numbers(Request.SAVE)
-            state: State = {}
-            for name, value in connection.receive_json().items():
-                state[name] = value
-                if value == TENSOR:
-                    state[name] = tensor = torch.empty_like(weights, device="cpu")
-                    connection.receive(tensor, "parameters")
-            shards.append(state)
+        shards = []
+        for server in self._servers:
+            server.request(Request.SAVE)
+            message, payload = server.connection.receive_any("parameters")
+            shards.append(unpack_state(payload, int(message.numbers[0]), server.weights))
         return {name: _join([shard[name] for shard in shards]) for name in shards[0]}
 
     def load(self, state: State) -> None:
         """Send an optimizer state of all weights. Called by one worker."""
-        for index, connection in enumerate(self._connections):
-            connection.send_numbers(Request.LOAD)
-            connection.send_json(describe(state))
-            for value in state.values():
-                if isinstance(value, Tensor):
-                    connection.send(chunk(value, len(self._connections), index), "parameters")
-            connection.receive_numbers()
+        count = len(self._servers)
+        for index, server in enumerate(self._servers):
+            shard = {
+                name: chunk(value, count, index) if isinstance(value, Tensor) else value
+                for name, value in state.items()
+            }
+            description_bytes, payload = pack_state(shard)
+            server.connection.send(
+                Request.LOAD, description_bytes, payload=payload, kind="parameters"
+            )
+        self._receive_acknowledgments()
 
-    def _send_gradients(self, *request: float) -> list[list[Work]]:
-        return [
-            [connection.start_numbers(*request), connection.start_send(gradient, "gradients")]
-            for connection, gradient in zip(self._connections, self._gradients, strict=True)
-        ]
-
-    def _replies(self, started: Sequence[list[Work]]) -> list[float]:
-        """Return the first number of each server's reply."""
-        replies = torch.empty(len(self._connections), NUMBERS, dtype=torch.float64)
-        for connection, works, reply in zip(self._connections, started, replies, strict=True):
-            works.append(connection.start_receive(reply, "control"))
-        self._wait(started)
-        return [float(reply[0]) for reply in replies]
-
-    def _wait(self, started: Sequence[Sequence[Work]]) -> None:
-        for connection, works in zip(self._connections, started, strict=True):
-            connection.wait(works)
+    def _receive_acknowledgments(self) -> None:
+        for server in self._servers:
+            server.receive_numbers()
 
 
 def _join(values: Sequence[Tensor | float | None]) -> Tensor | float | None:

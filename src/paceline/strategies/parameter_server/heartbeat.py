@@ -13,10 +13,8 @@ because its connections close. A process that runs but never replies counts as s
 from __future__ import annotations
 
 import contextlib
-import secrets
 import selectors
 import socket
-import struct
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,10 +30,6 @@ MAX_SILENT_INTERVALS = 2
 """The maximum number of intervals that one check counts as silence."""
 
 BEAT, GOODBYE = b"\x00", b"\x01"
-
-TOKEN_BYTES = 16
-_NUMBER = struct.Struct("!I")
-_HELLO_BYTES = TOKEN_BYTES + _NUMBER.size
 
 
 class SilenceTimer:
@@ -68,27 +62,8 @@ class _PeerConnection:
 
     connection: socket.socket
     silence: SilenceTimer
-    number: int | None = None
-    """Number of the peer; None until it has identified itself."""
-    hello: bytes = b""
+    number: int
     is_open: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Address:
-    """Address of a server's heartbeat listener; the token authenticates peers."""
-
-    host: str
-    port: int
-    token: str
-
-    def encode(self) -> str:
-        return f"{self.host} {self.port} {self.token}"
-
-    @classmethod
-    def decode(cls, text: str) -> Self:
-        host, port, token = text.split()
-        return cls(host, int(port), token)
 
 
 class Heartbeats:
@@ -106,26 +81,16 @@ class Heartbeats:
         self._selector = selectors.DefaultSelector()
         self._waker, self._wake = socket.socketpair()
         self._selector.register(self._wake, selectors.EVENT_READ)
-        self._listener: socket.socket | None = None
-        self._is_listening = False
-        self._token = b""
         self._is_closing = False
         self._thread = Thread(target=self._run, name="paceline-heartbeats", daemon=True)
 
-    def listen(self, host: str) -> Address:
-        """Accept peers that know the returned address. Call before `start`."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family, backlog=4096)
-        self._listener.setblocking(False)
-        self._resume_listening()
-        self._token = secrets.token_bytes(TOKEN_BYTES)
-        return Address(host, int(self._listener.getsockname()[1]), self._token.hex())
-
-    def connect(self, address: Address, own_number: int, number: int, limit_seconds: float) -> None:
-        """Connect to a peer, which callbacks identify by `number`. Call before `start`."""
-        connection = socket.create_connection((address.host, address.port), limit_seconds)
-        connection.sendall(bytes.fromhex(address.token) + _NUMBER.pack(own_number))
-        self._add(connection, number)
+    def add(self, connection: socket.socket, number: int) -> None:
+        """Add a connection to a peer, which callbacks identify by `number`. Call before `start`."""
+        connection.setblocking(False)
+        silence = SilenceTimer(self._timeout_seconds, self._interval, self._clock())
+        peer = _PeerConnection(connection, silence, number)
+        self._peers.append(peer)
+        self._selector.register(connection, selectors.EVENT_READ, peer)
 
     def start(self) -> None:
         self._thread.start()
@@ -147,8 +112,6 @@ class Heartbeats:
         self._send(GOODBYE)
         for peer in self._peers:
             peer.connection.close()
-        if self._listener is not None:
-            self._listener.close()
         self._selector.close()
         self._waker.close()
         self._wake.close()
@@ -158,13 +121,6 @@ class Heartbeats:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _add(self, connection: socket.socket, number: int | None) -> None:
-        connection.setblocking(False)
-        silence = SilenceTimer(self._timeout_seconds, self._interval, self._clock())
-        peer = _PeerConnection(connection, silence, number)
-        self._peers.append(peer)
-        self._selector.register(connection, selectors.EVENT_READ, peer)
 
     def _run(self) -> None:
         while not self._is_closing:
@@ -176,33 +132,12 @@ class Heartbeats:
         The background thread calls this in a loop.
         """
         for key, _ in self._selector.select(max(0.0, self._next_beat - self._clock())):
-            if key.fileobj is self._listener:
-                self._accept()
-            elif isinstance(key.data, _PeerConnection):
+            if isinstance(key.data, _PeerConnection):
                 self._read(key.data)
         if self._clock() >= self._next_beat:
-            self._resume_listening()
             self._send(BEAT)
             self._check_peers()
             self._next_beat = self._clock() + self._interval
-
-    def _accept(self) -> None:
-        assert self._listener is not None
-        try:
-            connection, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionError):
-            return
-        except OSError:
-            # For example, too many open files. Pause until the next heartbeat to avoid a busy loop.
-            self._selector.unregister(self._listener)
-            self._is_listening = False
-            return
-        self._add(connection, None)
-
-    def _resume_listening(self) -> None:
-        if self._listener is not None and not self._is_listening:
-            self._selector.register(self._listener, selectors.EVENT_READ)
-            self._is_listening = True
 
     def _read(self, peer: _PeerConnection) -> None:
         try:
@@ -215,14 +150,6 @@ class Heartbeats:
         if not data:
             self._handle_close(peer)
             return
-        if peer.number is None:
-            peer.hello += data
-            data = peer.hello[_HELLO_BYTES:]
-            if not secrets.compare_digest(peer.hello[:TOKEN_BYTES], self._token[: len(peer.hello)]):
-                self._remove(peer)
-                return
-            if len(peer.hello) >= _HELLO_BYTES:
-                (peer.number,) = _NUMBER.unpack(peer.hello[TOKEN_BYTES:_HELLO_BYTES])
         if GOODBYE in data:
             self._remove(peer)
 
@@ -232,11 +159,8 @@ class Heartbeats:
         If its process has exited, the closed data connection reports the error. Otherwise the peer
         is lost after the timeout.
         """
-        if peer.number is None:
-            self._remove(peer)
-        else:
-            self._selector.unregister(peer.connection)
-            peer.is_open = False
+        self._selector.unregister(peer.connection)
+        peer.is_open = False
 
     def _remove(self, peer: _PeerConnection) -> None:
         if peer.is_open:
@@ -246,7 +170,7 @@ class Heartbeats:
 
     def _send(self, message: bytes) -> None:
         for peer in self._peers:
-            if peer.number is not None and peer.is_open:
+            if peer.is_open:
                 # If sending fails, the peer detects missing heartbeats.
                 with contextlib.suppress(OSError):
                     peer.connection.send(message)
@@ -256,8 +180,6 @@ class Heartbeats:
         silent = [peer for peer in self._peers if peer.silence.has_expired(now)]
         for peer in silent:
             self._remove(peer)
-            if peer.number is None:
-                continue
             with self._lock:
                 self._lost.add(peer.number)
                 action = self._when_lost.get(peer.number)

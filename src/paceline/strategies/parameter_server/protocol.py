@@ -1,123 +1,101 @@
-"""Messages between a worker and a server: requests of a few numbers, tensors and JSON.
+"""Messages between a worker and a server (comm/connection.py): one request, one reply.
 
-A two-rank communicator connects each worker with each server, which is rank 0. A server can
-therefore wait for each worker in a separate thread. No received data is executed or unpickled.
+A gradient or weights are the payload of a message, or in memory that both processes share
+(memory.py); then the message has no payload and tells the peer that they are there.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping
 from enum import IntEnum
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.comm.communicator import Communicator
-from paceline.comm.work import Work
-from paceline.errors import PeerError
-
-NUMBERS = 8
-"""Length of a request or reply; unused numbers are 0."""
+from paceline.comm.connection import bytes_of
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 """Supported dtypes of weights; messages contain the index."""
 
-SERVER, WORKER = 0, 1
-"""Ranks in the communicator of a worker and a server."""
+State = dict[str, Tensor | float | None]
+"""Optimizer state of one flat tensor: tensors of its shape, scalars, or None."""
+
+TENSOR = "tensor"
+"""Placeholder for a tensor in the description of a state."""
+
+ALIGN_BYTES = 64
+
+CLIP_EPSILON = 1e-6
+"""The epsilon of torch.nn.utils.clip_grad_norm_."""
 
 
 class Request(IntEnum):
-    """First number of a worker's message; the others are arguments (arguments -> reply)."""
+    """Code of a worker's message (numbers and payload -> reply)."""
 
-    BEGIN = 0
-    """(number of elements, index in `DTYPES`), initial weights -> acknowledgment."""
-    STEP = 1
-    """(learning rate, whether to clip), gradient -> new weights, after all workers' requests.
-    With clipping: -> (sum of squares); then (factor) -> new weights."""
-    PUSH = 2
-    """(learning rate, whether it implies DONE), gradient -> (updates since the last pull)."""
-    PULL = 3
+    ATTACH = 1
+    """(elements of the model, begin and end of the shard, index in `DTYPES`), name of the worker's
+    shared memory or nothing -> (whether the server shares it)."""
+    BEGIN = 2
+    """Initial weights -> acknowledgment."""
+    STEP = 3
+    """(learning rate, norm to clip by or 0), gradient -> new weights, after all workers'
+    requests."""
+    SUM = 4
+    """Gradient -> (sum of squares of the total gradient), after all workers' requests."""
+    APPLY = 5
+    """(learning rate, factor), after SUM -> new weights."""
+    PUSH = 6
+    """(learning rate), gradient -> (updates since the last pull). On server 0, also DONE."""
+    PULL = 7
     """-> weights."""
-    ASSIGN = 4
-    """(first, total, checkpoint_every, stop, finish) -> (action, iteration, part, ahead, seconds
+    PUSH_PULL = 8
+    """PUSH and PULL: (learning rate), gradient -> (updates since the last pull), weights."""
+    ASSIGN = 9
+    """(first, total, checkpoint_every, stop, finish) -> (0, action, iteration, part, ahead, seconds
     waited), weights."""
-    DONE = 5
+    PUSH_ASSIGN = 10
+    """PUSH and ASSIGN: (first, total, checkpoint_every, stop, finish, learning rate), gradient ->
+    (updates since the last pull, action, iteration, part, ahead, seconds waited), weights."""
+    DONE = 11
     """All servers have applied the update of the worker's assignment. No reply."""
-    SAVE = 6
-    """-> optimizer state: JSON, then its tensors."""
-    LOAD = 7
-    """Optimizer state: JSON, then its tensors -> acknowledgment."""
-    BARRIER = 8
+    SAVE = 12
+    """-> optimizer state (`pack_state`)."""
+    LOAD = 13
+    """(length of the description), optimizer state -> acknowledgment."""
+    BARRIER = 14
     """-> acknowledgment, after all workers' requests."""
-    FINISHED = 9
+    FINISHED = 15
     """The worker will disconnect, which is not a failure. No reply."""
 
 
-class ServerConnection:
-    """One end of the connection between a worker and a server."""
+def clip_factor(squares: float, clip_norm: float) -> float:
+    """Return the factor that clips gradients with this sum of squares."""
+    return min(1.0, clip_norm / (math.sqrt(squares) + CLIP_EPSILON))
 
-    def __init__(self, communicator: Communicator, own_name: str, peer_name: str) -> None:
-        self._communicator = communicator
-        self._peer = WORKER if communicator.rank == SERVER else SERVER
-        self._names = (own_name, peer_name)
 
-    def send_numbers(self, *numbers: float) -> None:
-        self.wait([self.start_numbers(*numbers)])
+def pack_state(state: Mapping[str, Tensor | float | None]) -> tuple[int, list[memoryview]]:
+    """Return the payload of a state, and the length of its description.
 
-    def start_numbers(self, *numbers: float) -> Work:
-        padded = [*numbers, *[0.0] * (NUMBERS - len(numbers))]
-        return self.start_send(torch.tensor(padded, dtype=torch.float64), "control")
+    The description is JSON, padded so that the tensors that follow are aligned.
+    """
+    description = json.dumps(
+        {name: TENSOR if isinstance(value, Tensor) else value for name, value in state.items()}
+    ).encode()
+    padded = description.ljust(-(-len(description) // ALIGN_BYTES) * ALIGN_BYTES)
+    tensors = [bytes_of(value) for value in state.values() if isinstance(value, Tensor)]
+    return len(padded), [memoryview(padded), *tensors]
 
-    def receive_numbers(self) -> list[float]:
-        numbers = torch.empty(NUMBERS, dtype=torch.float64)
-        self.receive(numbers, "control")
-        return numbers.tolist()
 
-    def send(self, tensor: Tensor, kind: str) -> None:
-        self.wait([self.start_send(tensor, kind)])
-
-    def receive(self, tensor: Tensor, kind: str) -> None:
-        self.wait([self.start_receive(tensor, kind)])
-
-    def start_send(self, tensor: Tensor, kind: str) -> Work:
-        try:
-            return self._communicator.send(tensor, self._peer, kind)
-        except PeerError as error:
-            raise self._rename(error) from None
-
-    def start_receive(self, tensor: Tensor, kind: str) -> Work:
-        try:
-            return self._communicator.recv(tensor, self._peer, kind)
-        except PeerError as error:
-            raise self._rename(error) from None
-
-    def wait(self, works: Sequence[Work]) -> None:
-        """Wait in reverse order, that is, for the reply first.
-
-        If the peer is lost, a receive fails immediately, but a send may not.
-        """
-        try:
-            for work in reversed(works):
-                work.wait()
-        except PeerError as error:
-            raise self._rename(error) from None
-
-    def send_json(self, value: Any) -> None:
-        payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        self.send_numbers(payload.numel())
-        self.send(payload, "control")
-
-    def receive_json(self) -> Any:
-        payload = torch.empty(int(self.receive_numbers()[0]), dtype=torch.uint8)
-        self.receive(payload, "control")
-        return json.loads(payload.numpy().tobytes())
-
-    def close(self) -> None:
-        self._communicator.close()
-
-    def _rename(self, error: PeerError) -> PeerError:
-        """Replace the ranks of the two-rank communicator with the names of the processes."""
-        own, peer = self._names
-        return PeerError(f"{own}: {peer}: {str(error).rpartition(': ')[2]}")
+def unpack_state(payload: bytearray, description_bytes: int, like: Tensor) -> State:
+    """Return the state of a payload; its tensors have the shape and dtype of `like`."""
+    state: State = {}
+    begin = description_bytes
+    for name, value in json.loads(payload[:description_bytes]).items():
+        state[name] = value
+        if value == TENSOR:
+            state[name] = tensor = torch.empty_like(like, device="cpu")
+            bytes_of(tensor)[:] = memoryview(payload)[begin : begin + tensor.nbytes]
+            begin += tensor.nbytes
+    return state

@@ -1,27 +1,35 @@
 """A parameter server: holds a shard of the flat weights and the optimizer of that shard.
 
 SGD and Adam are elementwise, so updating all shards equals an update by a single optimizer.
-One thread per worker handles its requests until all workers have disconnected.
+One thread handles the requests of all workers in the order of their arrival until all workers have
+disconnected. A request that waits for other workers is answered when the last one arrives.
 """
 
 from __future__ import annotations
 
+import selectors
 from collections.abc import Callable, Sequence
-from threading import Condition, Lock, Thread
 
 import torch
 from torch import Tensor, nn
 
+from paceline.comm.buffers import memcpy
+from paceline.comm.connection import Connection, Message, NonBlockingConnection, bytes_of
 from paceline.errors import PeerError
+from paceline.strategies.optimizer_step import FusedSgdStep
 from paceline.strategies.parameter_server.assignments import AssignmentQueue
-from paceline.strategies.parameter_server.protocol import DTYPES, Request, ServerConnection
+from paceline.strategies.parameter_server.memory import WorkerMemory
+from paceline.strategies.parameter_server.protocol import (
+    DTYPES,
+    Request,
+    State,
+    clip_factor,
+    pack_state,
+    unpack_state,
+)
 from paceline.strategies.strategy import ACTIONS, AssignmentRequest, MakeOptimizer
 
-State = dict[str, Tensor | float | None]
-"""Optimizer state of one flat tensor: tensors of its shape, scalars, or None."""
-
-TENSOR = "tensor"
-"""Placeholder for a tensor in the description of a state."""
+READ, READ_WRITE = selectors.EVENT_READ, selectors.EVENT_READ | selectors.EVENT_WRITE
 
 
 class WeightShard:
@@ -30,18 +38,17 @@ class WeightShard:
     def __init__(self, weights: Tensor, make_optimizer: MakeOptimizer) -> None:
         self._parameter = nn.Parameter(weights)
         self._optimizer = make_optimizer(self._parameter)
+        self._step = FusedSgdStep(self._optimizer)
+        self.weights = self._parameter.detach()
+        self.payload = bytes_of(self.weights)
         self.updates = 0
-
-    @property
-    def weights(self) -> Tensor:
-        return self._parameter.detach()
 
     def apply(self, gradient: Tensor, rate: float) -> None:
         """Update the weights once; may overwrite the gradient."""
         self._parameter.grad = gradient
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        self._optimizer.step()
+        self._step()
         self.updates += 1
 
     def state(self) -> State:
@@ -61,101 +68,54 @@ class WeightShard:
         self._optimizer.load_state_dict({"state": own, "param_groups": settings})
 
 
-def describe(state: State) -> dict[str, float | str | None]:
-    """Describe a state as JSON; its tensors are sent separately, in the same order."""
-    return {name: TENSOR if isinstance(value, Tensor) else value for name, value in state.items()}
+class Worker:
+    """A server's connection to one worker, and its shard of the worker's memory."""
+
+    def __init__(self, rank: int, connection: Connection) -> None:
+        self.rank = rank
+        self.connection = NonBlockingConnection(connection)
+        self.is_connected = True
+        self.is_finished = False
+        """Whether the worker has announced that it will disconnect."""
+        self.is_watched = False
+        """Whether the server waits until the worker accepts more data."""
+        self.pulled_at = 0
+        """The shard's number of updates at the worker's last pull."""
+        self.behind = 0
+        """Updates between pull and push, for the reply with the next assignment."""
+        self._payload = bytearray()
+        """The payload of the last request, unless it was a gradient."""
+
+    def attach(self, name: str, elements: int, begin: int, end: int, dtype: torch.dtype) -> bool:
+        """Map the worker's memory, or allocate buffers; returns whether memory is shared."""
+        shared = WorkerMemory.attach(name, elements, dtype) if name else None
+        self.is_shared = shared is not None
+        memory = shared.shard(begin, end) if shared else WorkerMemory.private(end - begin, dtype)
+        self.gradient, self.weights = memory.gradients, memory.weights
+        self._gradient_target = bytes_of(self.gradient)
+        self.weights_payload = bytes_of(self.weights)
+        return self.is_shared
+
+    def receive(self) -> Message | None:
+        """Receive what has arrived; return the request once it is complete."""
+        return self.connection.receive(self._target_of)
+
+    def _target_of(self, message: Message) -> memoryview:
+        if message.code in WITH_GRADIENT:
+            return self._gradient_target
+        self._payload = bytearray(message.payload_bytes)
+        return memoryview(self._payload)
+
+    def take_payload(self) -> bytearray:
+        """Return the payload of the last request, which was not a gradient."""
+        payload, self._payload = self._payload, bytearray()
+        return payload
 
 
-class SyncRound:
-    """Sums the gradients of all workers, each on its own thread, and applies the sum once.
-
-    A worker sends its next gradient only after the reply, so there is one round at a time.
-    """
-
-    def __init__(self, workers: int) -> None:
-        self._workers = workers
-        self._changed = Condition()
-        self._gradients: dict[int, Tensor] = {}
-        self._total: Tensor | None = None
-        self._squares = 0.0
-        self._summed = 0
-        self._applied = 0
-        self._is_aborted = False
-
-    def add(self, worker: int, gradient: Tensor) -> tuple[int, float]:
-        """Add a gradient and wait for all workers.
-
-        Returns the number of the round and the sum of squares of the total gradient.
-        """
-        with self._changed:
-            number = self._summed + 1
-            self._gradients[worker] = gradient
-            if len(self._gradients) == self._workers:
-                self._sum()
-            while self._summed < number:
-                if self._is_aborted:
-                    raise PeerError("a worker is lost")
-                self._changed.wait()
-            return number, self._squares
-
-    def _sum(self) -> None:
-        # Sum in rank order, so that results are deterministic.
-        first, *others = (self._gradients[worker] for worker in range(self._workers))
-        for other in others:
-            first.add_(other)
-        self._total = first
-        self._squares = float(first.double().square().sum())
-        self._gradients.clear()
-        self._summed += 1
-        self._changed.notify_all()
-
-    def apply(self, number: int, update: Callable[[Tensor], None]) -> None:
-        """Call `update` with the total gradient of a round, unless another thread has done so."""
-        with self._changed:
-            if self._applied < number and self._total is not None:
-                update(self._total)
-                self._applied = number
-
-    def abort(self) -> None:
-        """Fail all waiting workers, because one of them is lost."""
-        with self._changed:
-            self._is_aborted = True
-            self._changed.notify_all()
-
-
-class WorkerBarrier:
-    """Completes once all workers have arrived, each on its own thread.
-
-    Unlike in `threading.Barrier`, `abort` does not affect threads of a completed barrier that have
-    not woken up yet.
-    """
-
-    def __init__(self, workers: int) -> None:
-        self._workers = workers
-        self._changed = Condition()
-        self._arrived = 0
-        self._completed = 0
-        self._is_aborted = False
-
-    def wait(self) -> None:
-        """Wait for all workers; raises PeerError if one of them is lost."""
-        with self._changed:
-            number = self._completed + 1
-            self._arrived += 1
-            if self._arrived == self._workers and not self._is_aborted:
-                self._arrived = 0
-                self._completed = number
-                self._changed.notify_all()
-            while self._completed < number:
-                if self._is_aborted:
-                    raise PeerError("a worker is lost")
-                self._changed.wait()
-
-    def abort(self) -> None:
-        """Make all current and later calls of `wait` raise PeerError."""
-        with self._changed:
-            self._is_aborted = True
-            self._changed.notify_all()
+WITH_GRADIENT = frozenset(
+    {Request.STEP, Request.SUM, Request.PUSH, Request.PUSH_PULL, Request.PUSH_ASSIGN}
+)
+"""Requests whose payload is a gradient."""
 
 
 class Server:
@@ -163,30 +123,36 @@ class Server:
 
     def __init__(
         self,
-        connections: Sequence[ServerConnection],
+        connections: Sequence[Connection],
         make_optimizer: MakeOptimizer,
         staleness: int | None,
     ) -> None:
         """`connections` holds one connection per worker, by rank."""
-        self._connections = connections
+        self._workers = [Worker(rank, each) for rank, each in enumerate(connections)]
         self._make_optimizer = make_optimizer
         self._queue = AssignmentQueue(len(connections), staleness)
-        self._rounds = SyncRound(len(connections))
-        self._barrier = WorkerBarrier(len(connections))
-        self._lock = Lock()
-        """Held while the shard changes or is copied."""
         self._shard: WeightShard | None = None
-        self._read_at = [0] * len(connections)
-        """The shard's number of updates at each worker's last pull."""
-        self._finished = [False] * len(connections)
-        self._failure: Exception | None = None
-        self._handlers: dict[Request, Callable[[int, ServerConnection, list[float]], None]] = {
+        self._arrived: dict[Request, list[Worker]] = {
+            Request.STEP: [], Request.SUM: [], Request.BARRIER: []
+        }  # fmt: skip
+        """Workers that wait for the others, by their request."""
+        self._unapplied: Tensor | None = None
+        """The total gradient between SUM and APPLY."""
+        self._is_barrier_broken = False
+        """Whether a worker has disconnected, so that no barrier can complete."""
+        self._selector = selectors.DefaultSelector()
+        self._handlers: dict[int, Callable[[Worker, tuple[float, ...]], None]] = {
+            Request.ATTACH: self._attach,
             Request.BEGIN: self._begin,
             Request.STEP: self._step,
+            Request.SUM: self._sum,
+            Request.APPLY: self._apply,
             Request.PUSH: self._push,
             Request.PULL: self._pull,
+            Request.PUSH_PULL: self._push_pull,
             Request.ASSIGN: self._assign,
-            Request.DONE: lambda worker, _, __: self._queue.done(worker),
+            Request.PUSH_ASSIGN: self._push_assign,
+            Request.DONE: self._done,
             Request.SAVE: self._save,
             Request.LOAD: self._load,
             Request.BARRIER: self._wait_for_all,
@@ -198,51 +164,91 @@ class Server:
 
         If a worker disconnects before it has finished, the connections to all others are closed.
         """
-        threads = [
-            Thread(target=self._handle_requests, args=(worker,), name=f"paceline-worker-{worker}")
-            for worker in range(len(self._connections))
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if self._failure is not None:
-            raise self._failure
+        with self._selector as selector:
+            for worker in self._workers:
+                selector.register(worker.connection.socket, READ, worker)
+            try:
+                while selector.get_map():
+                    for key, events in selector.select():
+                        self._serve_worker(key.data, events)
+            finally:
+                for worker in self._workers:
+                    worker.connection.close()
 
-    def _handle_requests(self, worker: int) -> None:
-        connection = self._connections[worker]
+    def _serve_worker(self, worker: Worker, events: int) -> None:
+        if not worker.is_connected:
+            return  # An earlier event of the same selection closed the connection.
         try:
-            while True:
-                numbers = connection.receive_numbers()
-                self._handlers[Request(int(numbers[0]))](worker, connection, numbers[1:])
+            if events & selectors.EVENT_WRITE:
+                worker.connection.flush()
+                self._watch(worker)
+            if events & selectors.EVENT_READ:
+                message = worker.receive()
+                if message is not None:
+                    self._handlers[message.code](worker, message.numbers)
         except PeerError:
-            pass
-        except Exception as error:  # noqa: BLE001 - raised again by `serve`
-            self._failure = self._failure or error
-        connection.close()
-        if not self._finished[worker]:
-            self._disconnect_all()
+            self._disconnect(worker)
+
+    def _disconnect(self, worker: Worker) -> None:
+        if not worker.is_connected:
+            return
+        worker.is_connected = False
+        self._selector.unregister(worker.connection.socket)
+        worker.connection.close()
+        # A finished worker has passed its last barrier; others must not wait for it.
+        self._is_barrier_broken = True
+        waiting = self._arrived[Request.BARRIER] if worker.is_finished else self._workers
+        for other in list(waiting):
+            self._disconnect(other)
+
+    def _reply(self, worker: Worker, *numbers: float, payload: Sequence[memoryview] = ()) -> None:
+        try:
+            worker.connection.send(*numbers, payload=payload)
+            self._watch(worker)
+        except PeerError:
+            self._disconnect(worker)
+
+    def _reply_weights(self, worker: Worker, *numbers: float, is_stable: bool = False) -> None:
+        """Reply with the weights; `is_stable` if they cannot change before the worker has them."""
+        shard = self._loaded_shard
+        worker.pulled_at = shard.updates
+        if worker.is_shared:
+            memcpy(worker.weights, shard.weights)
+            self._reply(worker, *numbers)
+        elif is_stable:
+            self._reply(worker, *numbers, payload=[shard.payload])
         else:
-            # A finished worker has passed its last barrier; others must not wait for it.
-            self._barrier.abort()
+            memcpy(worker.weights, shard.weights)
+            self._reply(worker, *numbers, payload=[worker.weights_payload])
 
-    def _disconnect_all(self) -> None:
-        self._finished = [True] * len(self._connections)
-        self._queue.abort()
-        self._rounds.abort()
-        self._barrier.abort()
-        for connection in self._connections:
-            connection.close()
+    def _watch(self, worker: Worker) -> None:
+        """Wait until a worker accepts more data only while there is data for it."""
+        if worker.connection.has_unsent != worker.is_watched:
+            worker.is_watched = not worker.is_watched
+            events = READ_WRITE if worker.is_watched else READ
+            self._selector.modify(worker.connection.socket, events, worker)
 
-    def _begin(self, worker: int, connection: ServerConnection, numbers: list[float]) -> None:
-        weights = torch.empty(int(numbers[0]), dtype=DTYPES[int(numbers[1])])
-        connection.receive(weights, "parameters")
+    def _have_all_arrived(self, request: Request, worker: Worker) -> bool:
+        """Count a worker's request, and return whether it is the last one."""
+        self._arrived[request].append(worker)
+        if len(self._arrived[request]) < len(self._workers):
+            return False
+        self._arrived[request].clear()
+        return True
+
+    def _attach(self, worker: Worker, numbers: tuple[float, ...]) -> None:
+        elements, begin, end, dtype = map(int, numbers[:4])
+        name = worker.take_payload().decode()
+        self._reply(worker, worker.attach(name, elements, begin, end, DTYPES[dtype]))
+
+    def _begin(self, worker: Worker, _: tuple[float, ...]) -> None:
+        weights = torch.empty_like(worker.weights)
+        bytes_of(weights)[:] = worker.take_payload()
         if self._shard is None:
             self._shard = WeightShard(weights, self._make_optimizer)
-            self._buffers = [torch.empty_like(weights) for _ in self._connections]
         else:
             self._shard.weights.copy_(weights)
-        connection.send_numbers()
+        self._reply(worker)
 
     @property
     def _loaded_shard(self) -> WeightShard:
@@ -250,74 +256,105 @@ class Server:
             raise RuntimeError("a worker requested weights before any were sent")
         return self._shard
 
-    def _step(self, worker: int, connection: ServerConnection, numbers: list[float]) -> None:
-        rate, is_clipped = numbers[0], bool(numbers[1])
-        shard, gradient = self._loaded_shard, self._buffers[worker]
-        connection.receive(gradient, "gradients")
-        number, squares = self._rounds.add(worker, gradient)
-        if is_clipped:
-            # All workers compute the same factor from the same sums; the first reply counts.
-            connection.send_numbers(squares)
-            factor = connection.receive_numbers()[0]
-            self._rounds.apply(number, lambda total: shard.apply(total.mul_(factor), rate))
-        else:
-            self._rounds.apply(number, lambda total: shard.apply(total, rate))
-        connection.send(shard.weights, "parameters")
+    def _step(self, worker: Worker, numbers: tuple[float, ...]) -> None:
+        if self._have_all_arrived(Request.STEP, worker):
+            rate, clip_norm = numbers[:2]
+            total = self._total_gradient()
+            if clip_norm:
+                total.mul_(clip_factor(_sum_of_squares(total), clip_norm))
+            self._loaded_shard.apply(total, rate)
+            for each in self._workers:
+                self._reply_weights(each, is_stable=True)
 
-    def _push(self, worker: int, connection: ServerConnection, numbers: list[float]) -> None:
-        gradient = self._buffers[worker]
-        connection.receive(gradient, "gradients")
-        with self._lock:
-            behind = self._loaded_shard.updates - self._read_at[worker]
-            self._loaded_shard.apply(gradient, numbers[0])
-        if numbers[1]:
-            self._queue.done(worker)
-        connection.send_numbers(behind)
+    def _sum(self, worker: Worker, _: tuple[float, ...]) -> None:
+        if self._have_all_arrived(Request.SUM, worker):
+            self._unapplied = self._total_gradient()
+            squares = _sum_of_squares(self._unapplied)
+            for each in self._workers:
+                self._reply(each, squares)
 
-    def _pull(self, worker: int, connection: ServerConnection, numbers: list[float]) -> None:
-        copy = self._buffers[worker]
-        with self._lock:
-            copy.copy_(self._loaded_shard.weights)
-            self._read_at[worker] = self._loaded_shard.updates
-        connection.send(copy, "parameters")
+    def _apply(self, worker: Worker, numbers: tuple[float, ...]) -> None:
+        if self._unapplied is not None:
+            # All workers compute the same factor from the same sums; the first request counts.
+            rate, factor = numbers[:2]
+            self._loaded_shard.apply(self._unapplied.mul_(factor), rate)
+            self._unapplied = None
+        self._reply_weights(worker, is_stable=True)
 
-    def _assign(self, worker: int, connection: ServerConnection, numbers: list[float]) -> None:
+    def _total_gradient(self) -> Tensor:
+        # Sum in rank order, so that results are deterministic.
+        first, *others = (worker.gradient for worker in self._workers)
+        for other in others:
+            first.add_(other)
+        return first
+
+    def _update(self, worker: Worker, rate: float) -> int:
+        """Apply a worker's gradient; returns the number of updates since its last pull."""
+        shard = self._loaded_shard
+        behind = shard.updates - worker.pulled_at
+        shard.apply(worker.gradient, rate)
+        return behind
+
+    def _push(self, worker: Worker, numbers: tuple[float, ...]) -> None:
+        behind = self._update(worker, numbers[0])
+        self._reply(worker, behind)
+        self._done(worker, numbers)
+
+    def _pull(self, worker: Worker, _: tuple[float, ...]) -> None:
+        self._reply_weights(worker)
+
+    def _push_pull(self, worker: Worker, numbers: tuple[float, ...]) -> None:
+        self._reply_weights(worker, self._update(worker, numbers[0]))
+
+    def _assign(self, worker: Worker, numbers: tuple[float, ...]) -> None:
         first, total, checkpoint_every, stop, finish = map(int, numbers[:5])
-        request = AssignmentRequest(first, total, checkpoint_every, bool(stop), bool(finish))
-        assignment = self._queue.next_assignment(worker, request)
-        connection.send_numbers(
-            ACTIONS.index(assignment.action),
-            assignment.iteration,
-            assignment.part,
-            assignment.ahead,
-            assignment.waited_seconds,
+        self._queue.request(
+            worker.rank,
+            AssignmentRequest(first, total, checkpoint_every, bool(stop), bool(finish)),
         )
-        self._pull(worker, connection, numbers)
+        self._reply_assignments()
 
-    def _save(self, worker: int, connection: ServerConnection, numbers: list[float]) -> None:
-        with self._lock:
-            state = self._loaded_shard.state()
-        connection.send_json(describe(state))
-        for value in state.values():
-            if isinstance(value, Tensor):
-                connection.send(value, "parameters")
+    def _push_assign(self, worker: Worker, numbers: tuple[float, ...]) -> None:
+        worker.behind = self._update(worker, numbers[5])
+        self._assign(worker, numbers)
 
-    def _load(self, worker: int, connection: ServerConnection, numbers: list[float]) -> None:
-        state: State = {}
-        for name, value in connection.receive_json().items():
-            state[name] = value
-            if value == TENSOR:
-                state[name] = tensor = torch.empty_like(self._loaded_shard.weights)
-                connection.receive(tensor, "parameters")
-        with self._lock:
-            self._loaded_shard.load_state(state)
-        connection.send_numbers()
+    def _done(self, worker: Worker, _: tuple[float, ...]) -> None:
+        self._queue.done(worker.rank)
+        self._reply_assignments()
 
-    def _wait_for_all(
-        self, worker: int, connection: ServerConnection, numbers: list[float]
-    ) -> None:
-        self._barrier.wait()
-        connection.send_numbers()
+    def _reply_assignments(self) -> None:
+        for rank, assignment in self._queue.grant():
+            worker = self._workers[rank]
+            behind, worker.behind = worker.behind, 0
+            self._reply_weights(
+                worker,
+                behind,
+                ACTIONS.index(assignment.action),
+                assignment.iteration,
+                assignment.part,
+                assignment.ahead,
+                assignment.waited_seconds,
+            )
 
-    def _finish(self, worker: int, connection: ServerConnection, numbers: list[float]) -> None:
-        self._finished[worker] = True
+    def _save(self, worker: Worker, _: tuple[float, ...]) -> None:
+        description_bytes, payload = pack_state(self._loaded_shard.state())
+        self._reply(worker, description_bytes, payload=payload)
+
+    def _load(self, worker: Worker, numbers: tuple[float, ...]) -> None:
+        shard = self._loaded_shard
+        shard.load_state(unpack_state(worker.take_payload(), int(numbers[0]), shard.weights))
+        self._reply(worker)
+
+    def _wait_for_all(self, worker: Worker, _: tuple[float, ...]) -> None:
+        if self._is_barrier_broken:
+            self._disconnect(worker)
+        elif self._have_all_arrived(Request.BARRIER, worker):
+            for each in self._workers:
+                self._reply(each)
+
+    def _finish(self, worker: Worker, _: tuple[float, ...]) -> None:
+        worker.is_finished = True
+
+
+def _sum_of_squares(gradient: Tensor) -> float:
+    return float(gradient.double().square().sum())

@@ -24,12 +24,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.communicator import Communicator
+from paceline.comm.connection import Connection
 from paceline.comm.cost import Cost, Network
 from paceline.config import RunConfig
 from paceline.config.conversion import check_option
@@ -38,8 +38,8 @@ from paceline.strategies.checkpoint_state import CheckpointState
 from paceline.strategies.flat_buffer import FlatBuffer
 from paceline.strategies.parameter_server.assignments import StalenessMeter
 from paceline.strategies.parameter_server.client import ServerClient
-from paceline.strategies.parameter_server.protocol import DTYPES, ServerConnection
-from paceline.strategies.parameter_server.server import Server, State
+from paceline.strategies.parameter_server.protocol import DTYPES, State
+from paceline.strategies.parameter_server.server import Server
 from paceline.strategies.replica import Replica
 from paceline.strategies.strategy import (
     Assignment,
@@ -48,6 +48,14 @@ from paceline.strategies.strategy import (
     ModelShape,
     ServerStrategy,
 )
+
+
+class _Update(NamedTuple):
+    """An asynchronous update that is still to be pushed."""
+
+    assignment: Assignment
+    rate: float | None
+    """Learning rate; None if the batch had no samples for this worker."""
 
 
 class ParameterServer(ServerStrategy):
@@ -65,22 +73,20 @@ class ParameterServer(ServerStrategy):
         self.synchronous = self.replicas_equal = mode == "sync"
         self._mode, self._staleness = mode, staleness
         self._server_count, self._place = servers, place
-        self.staleness = StalenessMeter()
+        self.staleness = StalenessMeter(self._push)
         self.meter = None if self.synchronous else self.staleness
+        self._unpushed: _Update | None = None
+        """The update of the last asynchronous step, until it is pushed."""
 
     def server_nodes(self, nnodes: int) -> list[int]:
         is_spread = self._place == "spread"
         return [index % nnodes if is_spread else 0 for index in range(self._server_count)]
 
     def serve(
-        self, index: int, workers: Sequence[Communicator], make_optimizer: MakeOptimizer
+        self, index: int, workers: Sequence[Connection], make_optimizer: MakeOptimizer
     ) -> None:
-        connections = [
-            ServerConnection(communicator, f"server {index}", f"rank {rank}")
-            for rank, communicator in enumerate(workers)
-        ]
         staleness = self._staleness if self._mode == "bounded" else None
-        Server(connections, make_optimizer, staleness).serve()
+        Server(workers, make_optimizer, staleness).serve()
 
     def check(self, config: RunConfig) -> list[str]:
         problems = []
@@ -100,17 +106,16 @@ class ParameterServer(ServerStrategy):
     def setup(self, replica: Replica) -> None:
         _check(replica)
         super().setup(replica)
-        rank = replica.communicator.rank
-        self._weights = FlatBuffer(replica.trainable)
+        elements = sum(weight.numel() for weight in replica.trainable)
+        first = replica.trainable[0]
+        self._servers = ServerClient(replica.servers, elements, first.dtype)
+        memory, is_cpu = self._servers.memory, first.device.type == "cpu"
+        self._weights = FlatBuffer(replica.trainable, memory=memory.weights if is_cpu else None)
         self._weights.hold_weights()
-        self._gradients = FlatBuffer(replica.trainable)
+        self._gradients = FlatBuffer(replica.trainable, memory=memory.gradients if is_cpu else None)
         self._gradients.hold_gradients()
+        self._servers.bind(self._weights.tensor, self._gradients.tensor)
         replica.flat_gradients = self._gradients.tensor
-        connections = [
-            ServerConnection(communicator, f"rank {rank}", f"server {index}")
-            for index, communicator in enumerate(replica.servers)
-        ]
-        self._servers = ServerClient(connections, self._weights.tensor, self._gradients.tensor)
         checkpoint = ServerCheckpointState(replica, self._weights, self._servers)
         self.checkpoint = checkpoint
         checkpoint.initialize_servers({})
@@ -120,22 +125,32 @@ class ParameterServer(ServerStrategy):
         if self.synchronous:
             with self.replica.exposed_communication():
                 self._servers.step(rate, self.replica.clip_norm)
-        else:
-            self._push(rate)
-        self.replica.clear_gradients()
-
-    def _push(self, rate: float) -> None:
+            self.replica.clear_gradients()
+            return
         fraction, clip_norm = self.replica.batch_fraction, self.replica.clip_norm
-        behind = 0
         if fraction > 0:
             self._gradients.tensor.div_(fraction)
             if clip_norm is not None:
                 nn.utils.clip_grad_norm_(self.replica.trainable, clip_norm)
+        # The request for the next assignment takes the gradient along.
+        self._unpushed = _Update(self._assignment, rate * fraction if fraction > 0 else None)
+
+    def _push(self) -> None:
+        """Push the gradient of the last step now, if no request has done so."""
+        update = self._take_update()
+        if update is not None:
             with self.replica.clock.during("exchange"):
-                behind = self._servers.push(rate * fraction)
-        else:
-            self._servers.done()
-        assignment = self._assignment
+                behind = self._servers.push(update.rate)
+            self._complete_update(update, behind)
+
+    def _take_update(self) -> _Update | None:
+        # If the push fails, it is not repeated.
+        update, self._unpushed = self._unpushed, None
+        return update
+
+    def _complete_update(self, update: _Update, behind: int) -> None:
+        self.replica.clear_gradients()
+        assignment = update.assignment
         self.staleness.add(
             iteration=assignment.iteration,
             part=assignment.part,
@@ -144,21 +159,30 @@ class ParameterServer(ServerStrategy):
         )
 
     def next_assignment(self, request: AssignmentRequest) -> Assignment:
+        update = self._take_update()
         with self.replica.clock.during("exchange"):
-            self._assignment = self._servers.next_assignment(request)
+            behind, self._assignment = self._servers.push_and_assign(
+                update.rate if update else None, request, self._mode == "bounded"
+            )
         self.replica.clock.move("exchange", "wait", self._assignment.waited_seconds)
+        if update is not None:
+            self._complete_update(update, behind)
         return self._assignment
+
+    def _pull(self) -> None:
+        self._push()
+        self._servers.pull()
 
     @contextmanager
     def eval_weights(self) -> Iterator[None]:
         if not self.synchronous:
-            self._servers.pull()
+            self._pull()
         yield
 
     def finish(self) -> None:
         if not self.synchronous:
             # The queue ends the run only after all pushes, so these are the final weights.
-            self._servers.pull()
+            self._pull()
         self._servers.finish()
 
     def state_dict(self) -> dict[str, Any]:
