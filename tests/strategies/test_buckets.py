@@ -11,6 +11,7 @@ from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
 from paceline.errors import ConfigError, RunError
 from paceline.strategies import create_strategy
+from paceline.strategies.buckets import MIB, ONE_BUCKET_MIB, Bucket, split
 from tests.support import odd_shapes as odd
 from tests.support import toy_replicas as toy
 
@@ -53,38 +54,80 @@ def test_second_gradient_in_one_step_is_rejected() -> None:
     in_process.run(1, work)
 
 
-@pytest.mark.parametrize(("nodes", "buckets"), [((0, 0), 2), ((0, 1), 3)])
-def test_buckets_are_smaller_between_machines(nodes: tuple[int, int], buckets: int) -> None:
-    """Of three layers of 4.6 MiB, the first fills a bucket, and the other two share one."""
+SIZES = [0.25, 3.0, 0.5, 0.5, 1.0, 4.0, 0.25]
+"""MiB of weights, in the order of their gradients."""
 
-    def work(communicator: Communicator) -> int:
-        layers = nn.Sequential(*(nn.Linear(1100, 1100, bias=False) for _ in range(3)))
-        replica = odd.build(communicator, toy.sgd(), layers, node=nodes[communicator.rank])
-        strategy = odd.attached(create_strategy("overlap", {}), replica)
-        strategy.backward(replica.forward(torch.ones(1, 1100)).sum())
+
+def weights_of(sizes: list[float]) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros(round(size * MIB / 4))) for size in sizes]
+
+
+@pytest.mark.parametrize(
+    ("first_mib", "bucket_mib", "layout"),
+    [
+        (1.0, 2.0, [[1], [0, 2, 3, 4], [5], [6]]),
+        (0.25, 2.0, [[0], [1], [2, 3, 4], [5], [6]]),
+        (1.0, 4.0, [[1], [5], [0, 2, 3, 4, 6]]),
+        (1.0, 0.5, [[1], [2], [3], [4], [5], [0, 6]]),
+        (1.0, ONE_BUCKET_MIB, [[0, 1, 2, 3, 4, 5, 6]]),
+    ],
+)
+def test_large_gradients_do_not_wait_for_others(
+    first_mib: float, bucket_mib: float, layout: list[list[int]]
+) -> None:
+    assert split(weights_of(SIZES), range(len(SIZES)), first_mib, bucket_mib) == layout
+
+
+def test_large_gradient_is_reduced_where_autograd_put_it() -> None:
+    weight = nn.Parameter(torch.ones(3, 2).t())
+    bucket = Bucket("0", [weight], [0])
+    (weight * torch.arange(6.0).view(2, 3)).sum().backward()
+    assert weight.grad is not None
+    address, expected = weight.grad.data_ptr(), 2 * weight.grad
+    bucket.add(0)
+    bucket.gradient().mul_(2)
+    assert weight.grad.data_ptr() == address
+    assert torch.equal(weight.grad, expected)
+
+
+class SharedGradient(nn.Module):
+    """Autograd gives both weights the same memory as their gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.ones(2, 2)) for _ in range(2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return (self.first.view(-1) + self.second.view(-1)) * inputs
+
+
+class SparseGradient(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 2, sparse=True)
+        nn.init.ones_(self.table.weight)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        rows: Tensor = self.table(inputs[:2].long())
+        return rows
+
+
+@pytest.mark.parametrize("build", [SharedGradient, SparseGradient])
+@pytest.mark.parametrize("bucket_mib", ["0", "1"])
+def test_gradients_without_memory_of_their_own_are_summed_once(
+    build: type[nn.Module], bucket_mib: str
+) -> None:
+    def work(communicator: Communicator) -> list[Tensor]:
+        replica = odd.build(communicator, toy.sgd(), build())
+        strategy = odd.attached(create_strategy("overlap", {"bucket_mib": bucket_mib}), replica)
+        inputs = torch.arange(4.0)
+        strategy.backward((replica.forward(inputs) / communicator.world_size).pow(2).sum())
         strategy.step()
         strategy.finish()
-        return communicator.traffic.counts["gradients"].messages
+        return [weight.detach().clone() for weight in replica.model.parameters()]
 
-    messages_each = 2  # of a ring of two
-    assert in_process.run(2, work) == [messages_each * buckets] * 2
-
-
-def test_resumed_run_keeps_its_bucket_size_on_one_machine() -> None:
-    def work(communicator: Communicator) -> list[int]:
-        messages, state = [], None
-        for node in (communicator.rank, 0):
-            layers = nn.Sequential(*(nn.Linear(1100, 1100, bias=False) for _ in range(3)))
-            replica = odd.build(communicator, toy.sgd(), layers, node=node)
-            strategy = odd.attached(create_strategy("overlap", {}), replica)
-            if state is not None:
-                strategy.load_state_dict(state)
-            before = communicator.traffic.counts["gradients"].messages
-            strategy.backward(replica.forward(torch.ones(1, 1100)).sum())
-            strategy.step()
-            messages.append(communicator.traffic.counts["gradients"].messages - before)
-            state = strategy.state_dict()
-            strategy.finish()
-        return messages
-
-    assert in_process.run(2, work) == [[6, 6]] * 2
+    [alone] = in_process.run(1, work)
+    for weights in in_process.run(4, work):
+        # Each of four ranks has a sixteenth of the gradient.
+        for own, expected in zip(weights, alone, strict=True):
+            torch.testing.assert_close(1 - own, (1 - expected) / 4)

@@ -1,50 +1,54 @@
 """Gradient averaging in buckets that overlap the backward pass.
 
-The backward pass computes gradients in roughly the reverse order of the layers. They are laid out
-in that order and split into buckets. A bucket is reduced as soon as its last gradient is ready: by
-the library, which has its own threads, or, with a codec or an algorithm of comm/algorithms, by a
-background thread. After the backward pass, training waits only for the last buckets.
+The backward pass computes gradients in roughly the reverse order of the layers. A bucket of them
+(buckets.py) is reduced as soon as its last gradient is ready: by the library, which has its own
+threads, or, with a codec or an algorithm of comm/algorithms, by a background thread. After the
+backward pass, training waits only for the last buckets.
 
-The first bucket is small, so that communication starts early. Across nodes, the other buckets are
-also small, because the network is the bottleneck and must not be idle. Within a node, the same
-cores compute and communicate, so a few large buckets are faster.
+The bucket size is tuned in the first steps (bucket_tuning.py) if that does not affect results. The
+sum of two values does not depend on the layout, but with more workers, the position of an element
+in its bucket decides in which order a ring adds, and timing would decide how sums are rounded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict
+from time import perf_counter
+from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.comm.background import CommunicationThread
 from paceline.comm.communicator import Communicator
-from paceline.comm.objects import broadcast_json, gather_json
+from paceline.comm.objects import broadcast_json
 from paceline.comm.work import Work
 from paceline.config.conversion import check_option
 from paceline.errors import RunError
-from paceline.measure.timeline import BusyTimer, busy_seconds, timeline_of
-from paceline.strategies.flat_buffer import FlatBuffer
+from paceline.measure.timeline import BusyTimer, Moment, busy_seconds, timeline_of
+from paceline.strategies.bucket_tuning import SIZES_MIB, BucketTuner, Choice, StepTimes
+from paceline.strategies.buckets import DEFAULT_MIB, Bucket, split, split_in_order
+from paceline.strategies.flat_buffer import check_same_kind
 from paceline.strategies.gradient_averaging import GradientAveraging
 from paceline.strategies.replica import Replica
-from paceline.strategies.strategy import Strategy
-
-MIB = 2**20
-ACROSS_NODES_MIB, WITHIN_NODE_MIB = 4.0, 25.0
+from paceline.strategies.strategy import StepMeter, Strategy
 
 
-@dataclass(slots=True)
-class Bucket:
-    """Gradients that are reduced together."""
+class LayoutMeter(StepMeter):
+    """Records the bucket layout and how it was chosen."""
 
-    key: str
-    gradient: Tensor
-    shapes: Sequence[tuple[int, ...]]
-    weights: frozenset[int]
-    """Indices of the weights that the gradients belong to."""
-    missing: set[int] = field(default_factory=set)
-    """Weights whose gradients are not ready yet in this step."""
+    def __init__(self, choice: Choice) -> None:
+        self.choice = choice
+        self.bucket_bytes: list[int] = []
+
+    def summary(self) -> dict[str, Any]:
+        return {
+            "buckets": {
+                "count": len(self.bucket_bytes),
+                "bytes": self.bucket_bytes,
+                **asdict(self.choice),
+            }
+        }
 
 
 class Overlap(GradientAveraging):
@@ -54,60 +58,79 @@ class Overlap(GradientAveraging):
         self,
         *,
         algorithm: str = "library",
-        bucket_mib: float | None = None,
+        bucket_mib: float | Literal["auto", "measured"] | None = "auto",
         first_bucket_mib: float = 1.0,
         codec: str = "none",
         chunk: str | None = None,
         ratio: str | None = None,
         rank: str | None = None,
     ) -> None:
-        """`bucket_mib` defaults to 4 across nodes and 25 within a node."""
-        check_option("bucket_mib", bucket_mib or 0, minimum=0, maximum=10**6)
+        """`auto` tunes the bucket size if results do not depend on it, `measured` always."""
+        if isinstance(bucket_mib, float | int):
+            check_option("bucket_mib", bucket_mib, minimum=0, maximum=10**6)
         check_option("first_bucket_mib", first_bucket_mib, minimum=0, maximum=10**6)
         super().__init__(algorithm=algorithm, codec=codec, chunk=chunk, ratio=ratio, rank=rank)
-        self._bucket_mib, self._first_bucket_mib = bucket_mib, first_bucket_mib
-        self._is_size_fixed = bucket_mib is not None
+        self._requested = "auto" if bucket_mib is None else bucket_mib
+        self._first_bucket_mib = first_bucket_mib
 
     def setup(self, replica: Replica) -> None:
         # Not GradientAveraging.setup: buckets need another layout of the gradients.
         Strategy.setup(self, replica)
-        if self._bucket_mib is None:
-            self._bucket_mib = ACROSS_NODES_MIB if spans_nodes(replica) else WITHIN_NODE_MIB
+        check_same_kind(replica.trainable)
         self._communicator = replica.communicator.dup() if self.reducer.is_library else None
         self._background = None if self._communicator else CommunicationThread(replica.communicator)
-        self._timer = BusyTimer(timeline_of(replica.trainable[0].device))
+        self._timeline = timeline_of(replica.trainable[0].device)
+        self._timer = BusyTimer(self._timeline)
         self._observed: list[int] | None = []
         """Weights in the order in which their gradients are ready; None after the first step."""
-        self._lay_out(list(reversed(range(len(replica.trainable)))))
+        self._order: Sequence[int] = [*reversed(range(len(replica.trainable)))]
+        self._tuner, choice = self._plan()
+        self.meter = self._meter = LayoutMeter(choice)
+        self._ready: dict[int, Moment] | None = None
+        """When each gradient was ready; None unless the step is measured."""
+        self._copy_seconds = 0.0
+        self._use(choice)
         self._hooks = [
             weight.register_post_accumulate_grad_hook(self._hook(index))
             for index, weight in enumerate(replica.trainable)
         ]
 
-    def _lay_out(self, order: Sequence[int]) -> None:
-        """Allocate the gradients in the given order of weights and split them into buckets."""
-        self._order = order
-        weights = [self.replica.trainable[index] for index in order]
-        gradients = FlatBuffer(weights)
-        gradients.hold_gradients()
-        shapes = [tuple(weight.shape) for weight in weights]
-        self.replica.flat_gradients = gradients.tensor
-        self._buckets: list[Bucket] = []
-        self._bucket_of: dict[int, Bucket] = {}
-        assert self._bucket_mib is not None
-        for begin, end in bucket_bounds(
-            weights, self._first_bucket_mib * MIB, self._bucket_mib * MIB
-        ):
-            key, members = str(len(self._buckets)), frozenset(order[begin:end])
-            bucket = Bucket(key, gradients.range(begin, end), shapes[begin:end], members)
-            self._buckets.append(bucket)
-            self._bucket_of.update(dict.fromkeys(members, bucket))
-        self._begin_step()
+    def _plan(self) -> tuple[BucketTuner | None, Choice]:
+        """Return how to choose the bucket size, and the size to start with."""
+        if not isinstance(self._requested, str):
+            return None, Choice(self._requested, "set by -o bucket_mib")
+        workers = self.replica.communicator.world_size
+        if workers == 1:
+            return None, Choice(DEFAULT_MIB, "a single worker does not communicate")
+        if self.reducer.codec is not None:
+            return None, Choice(DEFAULT_MIB, "a codec keeps state per bucket")
+        if workers > 2 and self._requested == "auto":
+            reason = "with more than two workers, rounding depends on the size"
+            return None, Choice(DEFAULT_MIB, reason)
+        weights = self.replica.trainable
+        if len(split(weights, self._order, self._first_bucket_mib, min(SIZES_MIB))) == 1:
+            return None, Choice(DEFAULT_MIB, "the gradients fit in one bucket")
+        return BucketTuner(), Choice(DEFAULT_MIB, "not measured yet")
 
-    def _begin_step(self) -> None:
+    def _use(self, choice: Choice) -> None:
+        """Use the chosen bucket size from the next step on."""
+        self._meter.choice = choice
+        self._resize(choice.bucket_mib)
+
+    def _resize(self, bucket_mib: float) -> None:
+        self._bucket_mib = bucket_mib
+        self._lay_out(
+            split(self.replica.trainable, self._order, self._first_bucket_mib, bucket_mib)
+        )
+
+    def _lay_out(self, layout: Sequence[Sequence[int]]) -> None:
+        weights = self.replica.trainable
+        self._buckets = [
+            Bucket(str(number), weights, members) for number, members in enumerate(layout)
+        ]
+        self._meter.bucket_bytes = [bucket.bytes for bucket in self._buckets]
+        self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.members}
         self._started: list[Work] = []
-        for bucket in self._buckets:
-            bucket.missing = set(bucket.weights)
 
     def _hook(self, index: int) -> Callable[[Tensor], None]:
         """Return the hook that torch calls when the gradient of a weight is ready."""
@@ -121,6 +144,8 @@ class Overlap(GradientAveraging):
     def _on_gradient(self, index: int) -> None:
         if self._observed is not None:
             self._observed.append(index)
+        if self._ready is not None:
+            self._ready[index] = self._timeline.mark()
         bucket = self._bucket_of[index]
         if index not in bucket.missing:
             # The bucket's all-reduce may have started without the second gradient.
@@ -129,7 +154,9 @@ class Overlap(GradientAveraging):
                 " backward pass or from reentrant checkpointing of a layer that is used twice:"
                 " use --strategy allreduce"
             )
-        bucket.missing.remove(index)
+        added = perf_counter()
+        bucket.add(index)
+        self._copy_seconds += perf_counter() - added
         if bucket.missing:
             return
         # All ranks must start the buckets in the same order, for any order of the gradients.
@@ -139,45 +166,86 @@ class Overlap(GradientAveraging):
             self._start(self._buckets[started])
 
     def _start(self, bucket: Bucket) -> None:
-        interval = self._timer.begin()
+        interval, gradient = self._timer.begin(), bucket.gradient()
 
         def reduce(communicator: Communicator) -> None:
-            self.reducer.reduce(communicator, bucket.key, bucket.gradient, bucket.shapes)
+            self.reducer.reduce(communicator, bucket.key, gradient, bucket.shapes)
 
         def end(moment: float) -> None:
             interval.ended = moment
 
         if self._background:
-            work = self._background.submit(reduce, bucket.gradient.device)
+            work = self._background.submit(reduce, gradient.device)
         else:
             assert self._communicator is not None
-            work = self._communicator.all_reduce(bucket.gradient, self.reducer.kind)
+            work = self._communicator.all_reduce(gradient, self.reducer.kind)
         work.add_done_callback(end)
         self._started.append(work)
 
+    def backward(self, loss: Tensor) -> None:
+        if self._tuner is not None and self._observed is None and self.replica.is_last_microbatch:
+            self._ready, self._copy_seconds, self._began = {}, 0.0, self._timeline.mark()
+        super().backward(loss)
+
     def step(self) -> None:
+        backward_ended = self._timeline.mark()
         with self.replica.exposed_communication():
             # Buckets that contain unused weights have not started yet.
             for bucket in self._buckets[len(self._started) :]:
+                bucket.add_missing()
                 self._start(bucket)
             for work in self._started:
                 work.wait()
         spans = self._timer.spans(self._timer.take())
         self.replica.add_overlapped(busy_seconds(spans, until=self.replica.exposed.began[-1]))
         self.replica.update()
-        self._adopt_order()
-        self._begin_step()
-
-    def _adopt_order(self) -> None:
-        """After the first step, use the order of rank 0's gradients on all ranks. Collective."""
+        self._started = []
+        for bucket in self._buckets:
+            bucket.missing.update(bucket.members)
         if self._observed is not None:
-            weights = range(len(self.replica.trainable))
-            unused = (index for index in weights if index not in self._observed)
-            order = broadcast_json(self.replica.communicator, [*self._observed, *unused])
-            self._observed = None
-            # A codec keeps state per bucket, so its buckets must not change.
-            if not self.reducer.codec:
-                self._lay_out(order)
+            self._adopt_order(self._observed)
+        elif self._tuner is not None and self._ready is not None:
+            self._tune(self._tuner, self._ready, backward_ended, spans)
+
+    def _adopt_order(self, observed: Sequence[int]) -> None:
+        """After the first step, use the order of rank 0's gradients on all ranks. Collective."""
+        self._observed = None
+        # A codec keeps state per bucket, so its buckets must not change.
+        if not self.reducer.codec:
+            unused = (index for index in sorted(self._order) if index not in observed)
+            self._order = broadcast_json(self.replica.communicator, [*observed, *unused])
+            self._resize(self._tuner.bucket_mib if self._tuner else self._bucket_mib)
+
+    def _tune(
+        self,
+        tuner: BucketTuner,
+        ready: dict[int, Moment],
+        backward_ended: Moment,
+        spans: Sequence[tuple[float, float]],
+    ) -> None:
+        """Record a measured step; after the last one, choose the bucket size. Collective."""
+        began, ended = map(self._timeline.seconds, (self._began, backward_ended))
+        tuner.add(
+            StepTimes(
+                backward=ended - began,
+                copies=self._copy_seconds,
+                ready=[
+                    self._timeline.seconds(ready.get(index, backward_ended)) - began
+                    for index in self._order
+                ],
+                exchanges=[
+                    (bucket.bytes, begin - began, end - began)
+                    for bucket, (begin, end) in zip(self._buckets, spans, strict=True)
+                ],
+            )
+        )
+        self._ready = None
+        if tuner.is_complete:
+            self._tuner = None
+            weights = [self.replica.trainable[index] for index in self._order]
+            self._use(tuner.choose(self.replica.communicator, weights, self._first_bucket_mib))
+        else:
+            self._resize(tuner.bucket_mib)
 
     def finish(self) -> None:
         for hook in self._hooks:
@@ -189,42 +257,35 @@ class Overlap(GradientAveraging):
         if self._communicator:
             self._communicator.close()
 
+    @property
+    def _depends_on_buckets(self) -> bool:
+        """Whether results depend on the layout: by the order of summation or the codec's state."""
+        return self.replica.communicator.world_size > 2 or self.reducer.codec is not None
+
     def state_dict(self) -> dict[str, Any]:
-        # The order of summation depends on an element's position in its bucket.
+        keeps_buckets = self._depends_on_buckets and self._tuner is None
         return {
             **super().state_dict(),
-            "order": list(self._order),
-            "bucket_mib": self._bucket_mib,
+            "order": [*self._order],
+            "bucket_mib": self._bucket_mib if keeps_buckets else None,
+            "buckets": [[*each.members] for each in self._buckets] if keeps_buckets else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         # Checkpoints of other strategies have no order; the first step determines it.
-        if "order" in state:
-            self._observed = None
-            if not self._is_size_fixed:
-                # The run may resume on other nodes. Older checkpoints do not contain the size.
-                self._bucket_mib = state.get("bucket_mib", WITHIN_NODE_MIB)
-            self._lay_out(state["order"])
-
-
-def spans_nodes(replica: Replica) -> bool:
-    """Return whether the workers are on more than one node. Collective."""
-    nodes = gather_json(replica.communicator, replica.node)
-    return bool(broadcast_json(replica.communicator, nodes and len(set(nodes)) > 1))
-
-
-def bucket_bounds(
-    weights: Sequence[nn.Parameter], first_bytes: float, other_bytes: float
-) -> list[tuple[int, int]]:
-    """Return the begin and end index of each bucket's weights; a bucket ends when it is full."""
-    bounds: list[tuple[int, int]] = []
-    begin = size = 0
-    for index, weight in enumerate(weights):
-        size += weight.nbytes
-        if size >= (other_bytes if bounds else first_bytes):
-            bounds.append((begin, index + 1))
-            begin, size = index + 1, 0
-    if begin < len(weights):
-        bounds.append((begin, len(weights)))
-    return bounds
+        if "order" not in state:
+            return
+        self._order, self._observed = state["order"], None
+        # Older checkpoints contain only the size, or not even that.
+        bucket_mib = state.get("bucket_mib", 25.0)
+        is_fixed = not isinstance(self._requested, str)
+        if is_fixed or bucket_mib is None or not self._depends_on_buckets:
+            self._resize(self._tuner.bucket_mib if self._tuner else self._bucket_mib)
+            return
+        self._tuner, self._bucket_mib = None, bucket_mib
+        self._meter.choice = Choice(bucket_mib, "as before the run was resumed")
+        sizes = self._first_bucket_mib, bucket_mib
+        self._lay_out(
+            state.get("buckets") or split_in_order(self.replica.trainable, self._order, *sizes)
+        )
