@@ -12,6 +12,7 @@ import sys
 import threading
 
 import numpy as np
+import torch
 
 
 def describe() -> dict[str, object]:
@@ -38,7 +39,7 @@ def describe() -> dict[str, object]:
         ],
         "main": sys.modules["__main__"].__dict__["__name__"],
         "parent": os.getppid(),
-        "random": [random.random(), float(np.random.random())],
+        "random": [random.random(), float(np.random.random()), float(torch.rand(1))],
     }
 
 

@@ -415,9 +415,16 @@ def _become(request: dict[str, Any], files: Sequence[int]) -> None:
     log = logging.getLogger("paceline")
     log.handlers.clear()
     log.setLevel(logging.NOTSET)
+    _reseed()
+
+
+def _reseed() -> None:
+    """Give the global random generators a state of their own: unseeded forks would agree."""
     random.seed()
     if numpy_random := sys.modules.get("numpy.random"):
         numpy_random.seed()
+    if torch := sys.modules.get("torch"):
+        torch.default_generator.seed()
 
 
 def _reopen_streams() -> None:

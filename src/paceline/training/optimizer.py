@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
@@ -76,7 +79,8 @@ def _one_cycle(progress: float) -> float:
 
 
 def build_optimizer(config: RunConfig, parameters: Iterable[nn.Parameter]) -> Optimizer:
-    _call_methods_directly()
+    for each in (SGD, Adam, AdamW):
+        _avoid_dynamo(each)
     weights = [weight for weight in parameters if weight.requires_grad]
     if config.optimizer == "sgd":
         return SGD(
@@ -107,8 +111,8 @@ def build_optimizer(config: RunConfig, parameters: Iterable[nn.Parameter]) -> Op
     )
 
 
-def _call_methods_directly() -> None:
-    """Keep the methods of optimizers from importing torch._dynamo, which takes a second.
+def _avoid_dynamo(kind: type[Optimizer]) -> None:
+    """Keep the methods of an optimizer from importing torch._dynamo, which takes a second.
 
     They import it to be excluded from torch.compile; only models are compiled here.
     """
@@ -116,6 +120,16 @@ def _call_methods_directly() -> None:
     for method in (*methods, Optimizer.state_dict, Optimizer.load_state_dict):
         if function := getattr(method, "__wrapped__", None):
             function.__dynamo_disable = function
+    decorated = kind.step
+    if decorated.__code__.co_name == "_use_grad":
+        step = decorated.__wrapped__  # type: ignore[attr-defined]  # update_wrapper sets it
+
+        @functools.wraps(step)
+        def step_with_grad_mode(self: Optimizer, *arguments: Any) -> Any:
+            with torch.set_grad_enabled(self.defaults["differentiable"]):
+                return step(self, *arguments)
+
+        kind.step = step_with_grad_mode  # type: ignore[assignment, method-assign]
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
