@@ -70,6 +70,15 @@ def locked(folder: Path, advice: str, *, is_inherited: bool = False) -> Iterator
         os.close(directory)
 
 
+def is_in_use(folder: Path) -> bool:
+    """Whether a running process of this host holds the lock; does not touch the lock."""
+    try:
+        words = (folder / LOCK_FILE).read_text(errors="replace").split()
+    except OSError:
+        return False
+    return words[1:] == [socket.gethostname()] and _is_running(words[0])
+
+
 def _release(descriptor: int, directory: int, is_inherited: bool) -> None:
     with suppress(OSError):
         os.truncate(descriptor, 0)

@@ -126,6 +126,15 @@ def test_a_study_is_running_while_a_cell_is(tmp_path: Path) -> None:
     assert entries["deep/study/cells/a.r1"].study == "deep/study"
 
 
+def test_a_study_is_running_while_its_next_cell_starts(tmp_path: Path) -> None:
+    folder = a_study(tmp_path / "study", "a.r1")
+    index = RunIndex(tmp_path)
+    with folder.locked():
+        folder.write(folder.read())
+        assert [one.status for one in index.entries()] == ["running"]
+    assert [one.status for one in index.entries()] == ["unfinished"]
+
+
 def test_damaged_records_are_named_and_affect_no_others(tmp_path: Path) -> None:
     write_run(tmp_path, FakeRun(name="good"))
     texts = {"cut": '{"schema": 1', "newer": '{"schema": 99}', "other": "[]", "deep": "[" * 100_000}

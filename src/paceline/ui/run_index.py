@@ -19,6 +19,7 @@ from typing import Any
 from paceline.analysis.run import Run
 from paceline.analysis.validation import check_result, is_number
 from paceline.errors import PacelineError, RecordsError
+from paceline.folder_lock import is_in_use
 from paceline.records import Result, RunFolder, open_record
 from paceline.study.folder import DONE, STUDY_FILE, Cell, StudyFolder
 
@@ -276,10 +277,12 @@ def _study_entry(path: Path, blank: Entry) -> Entry:
     others = (
         f"{count} {status}" for status, count in statuses.items() if status in PROBLEM_STATUSES
     )
+    # Between cells, and while one starts, no run of a study is running.
+    unfinished = "running" if is_in_use(path) else "unfinished"
     return replace(
         blank,
         kind="study",
-        status="unfinished" if statuses else "finished",
+        status=unfinished if statuses else "finished",
         cause=", ".join([f"{done} of {len(cells)} cells", *others]),
     )
 
