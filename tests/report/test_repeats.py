@@ -161,6 +161,18 @@ def test_overlapped_communication_is_a_figure_or_not_measured(
     assert alone["overlapped communication"] == "none"
 
 
+@pytest.mark.parametrize(("hidden", "is_explained"), [(0.0, True), (0.004, False)])
+def test_no_overlap_of_a_single_bucket_is_explained(
+    hidden: float, is_explained: bool, tmp_path: Path
+) -> None:
+    run = FakeRun("a", {"strategy": "ddp"}, [{"forward": 0.01, "exchange": 0.006}] * 2)
+    run.hidden, run.gradient_bytes = hidden, 1000
+    write_run(tmp_path, run)
+    blocks = section(collect(tmp_path).groups, "phases").blocks
+    notes = [block.text for block in blocks if isinstance(block, Text)]
+    assert any("fit into one bucket" in text for text in notes) == is_explained
+
+
 def test_records_without_overlapped_communication_say_not_measured(tmp_path: Path) -> None:
     run = FakeRun("a", {"strategy": "ddp"}, [{"forward": 0.01, "exchange": 0.006}] * 2, is_old=True)
     path = write_run(tmp_path, run)

@@ -205,6 +205,21 @@ def overlapped_seconds(group: RunGroup) -> float | None:
     return math.fsum(known) / len(known) if known and len(known) == len(values) else None
 
 
+def has_single_bucket(group: RunGroup) -> bool:
+    """Whether DDP or overlap sends all gradients in one bucket, so that nothing can overlap."""
+    if group.config.strategy not in ("ddp", "overlap") or group.workers == 1:
+        return False
+    # Both count the messages of a ring, whatever the library does.
+    messages = 2 * (group.workers - 1)
+    sent = [
+        worker["traffic"]["gradients"]["messages"] / run.iterations
+        for run in group.finished
+        for worker in run.workers
+        if run.iterations
+    ]
+    return bool(sent) and max(sent) <= messages
+
+
 def overlapped_share(overlapped_seconds: float, breakdown: PhaseBreakdown) -> float:
     """Overlapped communication as a share of all communication of an iteration."""
     communication = overlapped_seconds + breakdown.seconds["exchange"]

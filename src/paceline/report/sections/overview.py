@@ -109,7 +109,7 @@ def _final_column(heading: str, key: str) -> Column[RunGroup]:
         heading,
         lambda group: group.values(lambda run: run.final(key), group.shown),
         formatting.number,
-        has_interval=True,
+        has_interval=key == "test_accuracy",
     )
 
 

@@ -14,6 +14,7 @@ from paceline.analysis.phases import (
     PhaseBreakdown,
     explain,
     has_first,
+    has_single_bucket,
     iteration_breakdown,
     overlapped_seconds,
     overlapped_share,
@@ -306,6 +307,17 @@ def _shares(splits: Sequence[GroupPhases]) -> Iterator[Block]:
         " communication runs concurrently with the backward pass and is not counted in the"
         f" phases. {NOT_MEASURED.capitalize()}: the records do not say how long it took."
     )
+    single = [
+        one.group.label
+        for one in splits
+        if has_single_bucket(one.group) and _overlapped_share(one) == 0
+    ]
+    if single:
+        yield note(
+            f"Nothing overlaps with {'; '.join(single)}: all gradients fit into one bucket, whose"
+            " all-reduce starts when the backward pass ends. A smaller `-o bucket_mib` makes more"
+            " buckets."
+        )
 
 
 def _overlapped(one: GroupPhases) -> float | str:
