@@ -14,6 +14,7 @@ import pytest
 
 from paceline.analysis.collection import collect
 from paceline.cli import main
+from paceline.records import PHASES
 from paceline.report.build import to_document, write_report
 from paceline.report.html import to_html
 from paceline.report.terminal import MAX_SKIPPED_LINES
@@ -28,6 +29,9 @@ DAMAGES: dict[str, Any] = {
     "workers-number": {"workers": 3},
     "phases-text": {"workers": [{"rank": 0, "node": 0, "samples": 1, "wall_seconds": 1,
                                  "phases": "x", "iteration_seconds": {}}]},
+    "buckets-text": {"workers": [{"rank": 0, "node": 0, "samples": 1, "wall_seconds": 1,
+                                  "phases": dict.fromkeys(PHASES, 1), "iteration_seconds": {},
+                                  "buckets": {"count": "2", "bucket_mib": 2, "reason": ""}}]},
     "config-list": {"config": []},
     "config-strange": {"config": {"nnodes": "many"}},
     "history-text": {"history": ["x"]},

@@ -182,6 +182,25 @@ def test_measurements_of_the_network_beside_the_runs_are_shown(tmp_path: Path) -
     assert table.rows[0][:4] == ("all_reduce, torch, ring", "4", "4.1 kB", "1.00 ms")
 
 
+def test_buckets_are_shown_with_what_was_measured(tmp_path: Path) -> None:
+    measurements = {"backward_seconds": 0.1, "latency_seconds": 0.001, "seconds_per_byte": 1e-8,
+                    "overlapped_seconds_per_byte": 2e-8}  # fmt: skip
+    for name, measured in (("a", measurements), ("b", None)):
+        path = write_run(
+            tmp_path,
+            FakeRun(name, {"strategy": "overlap"}, [{"backward": 0.01, "exchange": 0.01}] * 2),
+        )
+        result = json.loads((path / "result.json").read_text())
+        result["workers"][0]["buckets"] = {
+            "count": 3, "bucket_mib": 4.0, "reason": "measured", "measurements": measured,
+        }  # fmt: skip
+        (path / "result.json").write_text(json.dumps(result))
+        (built,) = build_sections(section_context("", collect(path).groups), ["bandwidth"])
+        table = [block for block in built.blocks if isinstance(block, Table)][-1]
+        figures = ("100.00 ms", "1.00 ms", "100.0 MB/s", "50.0 MB/s") if measured else ("-",) * 4
+        assert table.rows[0][1:] == ("3", "4.2 MB", "measured", *figures)
+
+
 def test_traffic_is_the_sum_over_the_workers(tmp_path: Path) -> None:
     phases = [{"forward": 0.01, "exchange": 0.02}] * 3
     run = open_run(write_run(tmp_path, FakeRun("a", {}, phases, gradient_bytes=700)))

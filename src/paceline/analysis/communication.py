@@ -76,6 +76,44 @@ def group_traffic(group: RunGroup) -> dict[str, KindTraffic]:
 
 
 @dataclass(frozen=True, slots=True)
+class BucketChoice:
+    """The gradient buckets of `overlap` in the first finished run of a configuration."""
+
+    label: str
+    count: int
+    bucket_bytes: float
+    """The size at which a bucket is full."""
+    reason: str
+    backward_seconds: float | None
+    latency_seconds: float | None
+    bytes_per_second: float | None
+    """All-reduced after the backward pass."""
+    overlapped_bytes_per_second: float | None
+    """All-reduced during the backward pass; this and the three above are None if not measured."""
+
+
+def bucket_choice(group: RunGroup) -> BucketChoice | None:
+    """None if the strategy has no buckets, or did not record them."""
+    workers = group.finished[0].workers if group.finished else []
+    found = workers[0].get("buckets") if workers else None
+    if found is None:
+        return None
+    measured = found.get("measurements") or {}
+    rates = (measured.get("seconds_per_byte"), measured.get("overlapped_seconds_per_byte"))
+    alone, overlapped = (1 / seconds if seconds else None for seconds in rates)
+    return BucketChoice(
+        group.label,
+        found["count"],
+        found["bucket_mib"] * 2**20,
+        found["reason"],
+        measured.get("backward_seconds"),
+        measured.get("latency_seconds"),
+        alone,
+        overlapped,
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class AllReduceBandwidth:
     label: str
     workers: int

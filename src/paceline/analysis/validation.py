@@ -13,6 +13,13 @@ from paceline.errors import RecordsError
 from paceline.records import BETWEEN_ITERATIONS, PHASES, Result
 from paceline.records import is_number as is_number
 
+BUCKET_MEASUREMENTS = (
+    "backward_seconds",
+    "latency_seconds",
+    "seconds_per_byte",
+    "overlapped_seconds_per_byte",
+)
+"""Numbers in `buckets.measurements` of a worker that the report shows."""
 STATUSES = ("finished", "diverged", "failed", "stopped")
 
 
@@ -109,7 +116,22 @@ def _wrong_worker(worker: Mapping[str, Any]) -> str | None:
         return "a worker's traffic is not an object of objects"
     if not all(is_number(value) for count in traffic.values() for value in count.values()):
         return "a worker's traffic is not all numbers"
+    if "buckets" in worker and _are_wrong_buckets(worker["buckets"]):
+        return "a worker's buckets are damaged"
     return _not_numbers(timing, "iteration_seconds")
+
+
+def _are_wrong_buckets(buckets: Any) -> bool:
+    if not isinstance(buckets, dict) or not isinstance(buckets.get("reason"), str):
+        return True
+    measured = buckets.get("measurements")
+    if measured is None:
+        measured = dict.fromkeys(BUCKET_MEASUREMENTS, 0)
+    return not (
+        all(is_number(buckets.get(name)) for name in ("count", "bucket_mib"))
+        and isinstance(measured, dict)
+        and all(is_number(measured.get(name)) for name in BUCKET_MEASUREMENTS)
+    )
 
 
 def _wrong_later(later: Mapping[str, Any]) -> bool:

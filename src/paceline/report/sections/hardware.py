@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 from paceline import formatting
 from paceline.analysis.communication import (
     AllReduceBandwidth,
+    BucketChoice,
     CommMeasurement,
     KindTraffic,
     all_reduce_bandwidth,
+    bucket_choice,
     group_traffic,
     read_comm_measurements,
 )
@@ -111,10 +113,32 @@ def bandwidth(context: SectionContext) -> Iterator[Block]:
             " emulated cluster, or the limit that `paceline comm` found with the same number of"
             " workers."
         )
+    choices = [choice for group in context.groups if (choice := bucket_choice(group)) is not None]
+    if choices:
+        yield _bucket_table(choices)
+        yield note(
+            "Gradient buckets of `overlap` and why they have this size. Backward pass, latency and"
+            " all-reduce bandwidth are measured in the first iterations; during the backward pass,"
+            " communication and computation share the CPU."
+        )
     if measured:
         yield _measured_table(measured[:MAX_MEASUREMENTS])
         names = ", ".join(f"`{path.name}`" for path in context.comm)
         yield note(f"By `paceline comm`: {names}.")
+
+
+def _bucket_table(choices: Sequence[BucketChoice]) -> Table:
+    return table(
+        choices,
+        Column("configuration", lambda one: one.label),
+        Column("buckets", lambda one: one.count, formatting.count),
+        Column("full at", lambda one: one.bucket_bytes if one.count > 1 else None, formatting.size),
+        Column("reason", lambda one: one.reason),
+        Column("backward pass", lambda one: one.backward_seconds, formatting.seconds),
+        Column("latency", lambda one: one.latency_seconds, formatting.seconds),
+        Column("all-reduce after it", lambda one: one.bytes_per_second, formatting.rate),
+        Column("during it", lambda one: one.overlapped_bytes_per_second, formatting.rate),
+    )
 
 
 def _bandwidth_table(rates: Sequence[AllReduceBandwidth]) -> Table:
