@@ -26,7 +26,7 @@ SIZES_MIB = (0.5, 1.0, DEFAULT_MIB, 4.0, 8.0, 16.0, 32.0)
 ROUNDS = 3
 """Steps with each of the two layouts."""
 PROBES = 5
-LEAST_GAIN = 0.02
+LEAST_GAIN = 0.05
 """Of the time from the start of the backward pass to the last sum."""
 
 

@@ -179,8 +179,10 @@ class Overlap(GradientAveraging):
         else:
             assert self._communicator is not None
             work = self._communicator.all_reduce(gradient, self.reducer.kind)
-        work.add_done_callback(end)
         self._started.append(work)
+        # The last one ends while training waits for it, which needs no callback on another thread.
+        if len(self._started) < len(self._buckets):
+            work.add_done_callback(end)
 
     def backward(self, loss: Tensor) -> None:
         if self._tuner is not None and self._observed is None and self.replica.is_last_microbatch:
@@ -196,7 +198,9 @@ class Overlap(GradientAveraging):
                 self._start(bucket)
             for work in self._started:
                 work.wait()
-        spans = self._timer.spans(self._timer.take())
+        intervals = self._timer.take()
+        intervals[-1].ended = self.replica.exposed.ended[-1]
+        spans = self._timer.spans(intervals)
         self.replica.add_overlapped(busy_seconds(spans, until=self.replica.exposed.began[-1]))
         self.replica.update()
         self._started = []
