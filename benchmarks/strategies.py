@@ -19,7 +19,7 @@ import multiprocessing
 import os
 import socket
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection as Pipe
@@ -87,7 +87,7 @@ def main() -> None:
     worlds = [int(text) for text in options.workers]
     print(f"{hardware()['cpu']}, {os.cpu_count()} cores, torch {software()['torch']}")
     print(f"batch of {options.batch_per_worker} per worker, {rounds} blocks per strategy")
-    with workers(max(worlds) + 1) as [server, *pipes]:
+    with workers(max(worlds) + 1, serve) as [server, *pipes]:
         for world in worlds:
             names = chosen(options.strategies, world)
             cells = [Cell(name, names, options.batch_per_worker, rounds) for name in models]
@@ -146,13 +146,13 @@ def ratio_to(each: Measured, reference: Measured) -> float:
 
 
 @contextmanager
-def workers(count: int) -> Iterator[list[Pipe]]:
-    """Processes that execute what `run` sends them until their pipes close."""
+def workers(count: int, main: Callable[[Pipe], None]) -> Iterator[list[Pipe]]:
+    """Processes that execute what they are sent until their pipes close."""
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
     for _ in range(count):
         ours, theirs = context.Pipe()
-        process = context.Process(target=serve, args=(theirs,), daemon=True)
+        process = context.Process(target=main, args=(theirs,), daemon=True)
         process.start()
         theirs.close()
         pipes.append(ours)
@@ -171,15 +171,19 @@ def run(
     server: Pipe, pipes: Sequence[Pipe], cells: Sequence[Cell]
 ) -> Iterator[dict[str, Measured]]:
     """Connect the workers and return what rank 0 measured in each cell."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     for rank, pipe in enumerate((*pipes, server)):
         pipe.send((rank, len(pipes), port, cells))
     for _ in cells:
         first, *_ = [pipe.recv() for pipe in pipes]
         yield first
     server.recv()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def serve(pipe: Pipe) -> None:
@@ -249,7 +253,9 @@ def measure(
     inputs = torch.randn(cell.batch_per_worker, *SHAPE, generator=generator)
     labels = torch.randint(CLASSES, (cell.batch_per_worker,), generator=generator)
     strategies = {
-        name: attach(communicator, name, cell, [servers[name]] if name in servers else [])
+        name: attach(
+            communicator, create(name), cell.model, [servers[name]] if name in servers else []
+        )
         for name in cell.strategies
     }
     offset = ClockOffset(measure_clock_offset(communicator))
@@ -290,9 +296,12 @@ def optimizer_of(weights: Iterable[nn.Parameter]) -> SGD:
 
 
 def attach(
-    communicator: Communicator, name: str, cell: Cell, servers: Sequence[Connection]
+    communicator: Communicator,
+    strategy: Strategy,
+    model_name: str,
+    servers: Sequence[Connection] = (),
 ) -> Strategy:
-    model = build_model(cell.model, SHAPE, CLASSES, seed=0)
+    model = build_model(model_name, SHAPE, CLASSES, seed=0)
     replica = Replica(
         model=model,
         optimizer=optimizer_of(model.parameters()),
@@ -303,7 +312,6 @@ def attach(
         servers=servers,
     )
     replica.batch_fraction = 1 / communicator.world_size
-    strategy = create(name)
     strategy.setup(replica)
     return strategy
 

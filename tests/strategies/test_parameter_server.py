@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import pytest
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
+from paceline.comm.shm import segment
 from paceline.config import from_mapping
 from paceline.errors import ConfigError, PeerError
 from paceline.launch import launcher
@@ -25,7 +27,7 @@ from paceline.records import Result, RunFolder, read_lines
 from paceline.strategies.parameter_server.strategy import ParameterServer, ServerCheckpointState
 from paceline.strategies.strategy import AssignmentRequest, SingleProcess
 from tests.support import toy_replicas as toy
-from tests.support.server_threads import with_servers
+from tests.support.server_threads import is_even, with_servers
 from tests.support.warm import PrewarmedStarter
 from tests.support.worker_pool import free_port
 
@@ -108,9 +110,51 @@ def test_sync_mode_trains_like_one_worker(
     torch.testing.assert_close(got[0], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_sync_mode_clips_by_the_norm_over_all_shards() -> None:
+@pytest.mark.parametrize("servers", [1, 2])
+def test_shared_memory_and_messages_compute_the_same(servers: int) -> None:
+    """A single asynchronous worker is deterministic."""
+    synchronous = [
+        in_step(3, servers, 5, toy.sgd(), shares_memory=choice)[0] for choice in (always, never)
+    ]
+    assert torch.equal(*synchronous)
+    asynchronous = [
+        train_asynchronously(1, 5, toy.sgd(), choice, mode="async", servers=servers)[0][0]
+        for choice in (always, never)
+    ]
+    assert torch.equal(*asynchronous)
+
+
+def always(_: int) -> bool:
+    return True
+
+
+def never(_: int) -> bool:
+    return False
+
+
+def test_worker_without_space_in_shared_memory_sends_its_data(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(size_bytes: int) -> Path:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    expected = in_step(2, 2, 5, toy.sgd())
+    monkeypatch.setattr(segment, "create_file", fail)
+    assert torch.equal(in_step(2, 2, 5, toy.sgd())[0], expected[0])
+
+
+def test_shared_memory_is_unlinked_once_servers_have_mapped_it() -> None:
+    def work(strategy: ParameterServer) -> list[Path]:
+        strategy.replica.communicator.barrier().wait()
+        return list(segment.FOLDER.glob(f"{segment.PREFIX}-*-{os.getpid()}-*"))
+
+    assert with_servers(2, ParameterServer, toy.sgd(), work, shares_memory=always) == [[], []]
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_sync_mode_clips_by_the_norm_over_all_shards(servers: int) -> None:
     clipped = alone(5, toy.sgd(), clip_norm=0.05)
-    got = in_step(2, 2, 5, toy.sgd(), clip_norm=0.05)
+    got = in_step(2, servers, 5, toy.sgd(), clip_norm=0.05)
     torch.testing.assert_close(got[0], clipped, rtol=1e-5, atol=1e-6)
     assert not torch.allclose(alone(5, toy.sgd()), clipped, rtol=1e-3)
 
@@ -153,7 +197,11 @@ def test_optimizer_state_equals_that_of_one_worker_and_can_be_restored(
 
 
 def train_asynchronously(
-    workers: int, iterations: int, optimizer: toy.MakeOptimizer, **options: Any
+    workers: int,
+    iterations: int,
+    optimizer: toy.MakeOptimizer,
+    shares_memory: Callable[[int], bool] = is_even,
+    **options: Any,
 ) -> list[tuple[Tensor, dict[str, list[int]], dict[str, Any]]]:
     """Each worker requests, computes and pushes parts until the end."""
 
@@ -167,7 +215,58 @@ def train_asynchronously(
         strategy.finish()
         return toy.weights_of(own), strategy.staleness.take(), strategy.staleness.summary()
 
-    return with_servers(workers, lambda: ParameterServer(**options), optimizer, work)
+    make = lambda: ParameterServer(**options)  # noqa: E731
+    return with_servers(workers, make, optimizer, work, shares_memory=shares_memory)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_step_is_one_request_and_one_reply_per_server(
+    mode: Literal["sync", "async"], servers: int
+) -> None:
+    """Counted by the worker, whose replies have all weights."""
+
+    def work(strategy: ParameterServer) -> list[tuple[int, int]]:
+        counted = [server.traffic.counts for server in strategy.replica.servers]
+
+        def totals() -> list[tuple[int, int]]:
+            return [
+                (sum(count.messages for count in each.values()), each["parameters"].bytes_received)
+                for each in counted
+            ]
+
+        terms = AssignmentRequest(first=0, total=9, checkpoint_every=0, stop=False)
+        for step in range(3):
+            before = totals()
+            if not strategy.synchronous:
+                strategy.next_assignment(terms)
+            toy.compute(strategy, step, 0, [1.0])
+            strategy.step()
+        after = totals()
+        strategy.finish()
+        return [(new[0] - old[0], new[1] - old[1]) for new, old in zip(after, before, strict=True)]
+
+    make = lambda: ParameterServer(mode=mode, servers=servers)  # noqa: E731
+    (counts,) = with_servers(1, make, toy.sgd(), work)
+    assert [messages for messages, _ in counts] == [1] * servers
+    assert sum(size for _, size in counts) == 4 * (5 * 4 + 4 + 4 * 3 + 3)
+
+
+def test_staleness_of_a_step_is_recorded_before_the_next_one() -> None:
+    """Events are written between the step and the request that would take its gradient along."""
+
+    def work(strategy: ParameterServer) -> list[dict[str, list[int]]]:
+        terms = AssignmentRequest(first=0, total=2, checkpoint_every=0, stop=False)
+        records = []
+        while strategy.next_assignment(terms).action == "train":
+            toy.compute(strategy, 0, 0, [1.0])
+            strategy.step()
+            records.append(strategy.staleness.take())
+        strategy.finish()
+        return records
+
+    (records,) = with_servers(1, lambda: ParameterServer(mode="async"), toy.sgd(), work)
+    assert [record["batch"] for record in records] == [[0], [1]]
 
 
 @pytest.mark.parametrize("optimizer", [toy.sgd(), toy.adam()], ids=["sgd", "adam"])

@@ -74,7 +74,7 @@ class Connection:
         self.is_same_node = is_same_node
         self._socket = connection
         self._names = (own_name, peer_name)
-        self._traffic = traffic or Traffic()
+        self.traffic = traffic or Traffic()
         if connection.family in (socket.AF_INET, socket.AF_INET6):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setblocking(True)
@@ -93,7 +93,7 @@ class Connection:
         sent. A message without any payload counts with the size of its header.
         """
         size_bytes = sum(map(len, payload))
-        transfer = self._traffic.begin(
+        transfer = self.traffic.begin(
             kind, bytes_sent=size_bytes + shared_bytes or HEADER_BYTES, messages=1
         )
         try:
@@ -101,7 +101,7 @@ class Connection:
         except OSError:
             raise self.closed() from None
         finally:
-            self._traffic.end(transfer)
+            self.traffic.end(transfer)
 
     def _send(self, parts: list[bytes | memoryview]) -> None:
         sent = self._socket.sendmsg(parts)
@@ -114,7 +114,7 @@ class Connection:
         self, payload: memoryview = EMPTY, kind: str = "control", shared_bytes: int = 0
     ) -> Message:
         """Receive a message whose payload has the size of `payload`, and write it there."""
-        transfer = self._traffic.begin(
+        transfer = self.traffic.begin(
             kind, bytes_received=len(payload) + shared_bytes or HEADER_BYTES
         )
         try:
@@ -122,18 +122,18 @@ class Connection:
             self._check_size(message, len(payload))
             self._receive_into(payload)
         finally:
-            self._traffic.end(transfer)
+            self.traffic.end(transfer)
         return message
 
     def receive_any(self, kind: str) -> tuple[Message, bytearray]:
         """Receive a message with a payload of any size."""
         message = self._receive_header()
         payload = bytearray(message.payload_bytes)
-        transfer = self._traffic.begin(kind, bytes_received=len(payload))
+        transfer = self.traffic.begin(kind, bytes_received=len(payload))
         try:
             self._receive_into(memoryview(payload))
         finally:
-            self._traffic.end(transfer)
+            self.traffic.end(transfer)
         return message, payload
 
     def _receive_header(self) -> Message:
