@@ -72,7 +72,7 @@ class Connection:
     ) -> None:
         """`is_same_node` allows both ends to share memory."""
         self.is_same_node = is_same_node
-        self._socket = connection
+        self.socket = connection
         self._names = (own_name, peer_name)
         self.traffic = traffic or Traffic()
         if connection.family in (socket.AF_INET, socket.AF_INET6):
@@ -104,10 +104,10 @@ class Connection:
             self.traffic.end(transfer)
 
     def _send(self, parts: list[bytes | memoryview]) -> None:
-        sent = self._socket.sendmsg(parts)
+        sent = self.socket.sendmsg(parts)
         for part in parts:
             if sent < len(part):
-                self._socket.sendall(memoryview(part)[sent:])
+                self.socket.sendall(memoryview(part)[sent:])
             sent = max(0, sent - len(part))
 
     def receive(
@@ -119,7 +119,7 @@ class Connection:
         )
         try:
             message = self._receive_header()
-            self._check_size(message, len(payload))
+            self.check_size(message, len(payload))
             self._receive_into(payload)
         finally:
             self.traffic.end(transfer)
@@ -144,14 +144,15 @@ class Connection:
     def _receive_into(self, target: memoryview) -> None:
         while target:
             try:
-                count = self._socket.recv_into(target, len(target), socket.MSG_WAITALL)
+                count = self.socket.recv_into(target, len(target), socket.MSG_WAITALL)
             except OSError:
                 count = 0
             if count == 0:
                 raise self.closed()
             target = target[count:]
 
-    def _check_size(self, message: Message, expected_bytes: int) -> None:
+    def check_size(self, message: Message, expected_bytes: int) -> None:
+        """Raise an error if the payload of a message has another size."""
         if message.payload_bytes != expected_bytes:
             own, peer = self._names
             raise RuntimeError(
@@ -174,12 +175,12 @@ class Connection:
     def close(self) -> None:
         """Close the connection; may be called repeatedly."""
         self._shut_down()
-        self._socket.close()
+        self.socket.close()
 
     def _shut_down(self) -> None:
         # Unlike `close`, this ends a transfer that another thread waits for.
         with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+            self.socket.shutdown(socket.SHUT_RDWR)
 
     def __enter__(self) -> Self:
         return self
@@ -193,7 +194,7 @@ class NonBlockingConnection:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self.socket = connection._socket
+        self.socket = connection.socket
         self.socket.setblocking(False)
         self._header = bytearray(HEADER_BYTES)
         self._missing = memoryview(self._header)
@@ -228,7 +229,7 @@ class NonBlockingConnection:
                 message = _decode(self._header)
                 if message.payload_bytes:
                     target = target_of(message)
-                    self._connection._check_size(message, len(target))
+                    self._connection.check_size(message, len(target))
                     self._message, self._missing = message, target
                     continue
             self._message, self._missing = None, memoryview(self._header)
