@@ -327,8 +327,8 @@ def test_gpu_scaling_tells_what_the_records_hold(tmp_path: Path) -> None:
         assert row["time per epoch"] == formatting.seconds(50 * mean_iteration(result))
         assert row["first epoch"] == formatting.seconds(result["history"][0]["seconds"])
 
-    # Two workers of batch 2 make the batch of one worker with 4, which is beside the point here.
-    assert "batch 4 per worker" in page.answers("weak")[0]
+    # Two workers of batch 8 make the batch of one worker with 16, which is beside the point here.
+    assert "batch 16 per worker" in page.answers("weak")[0]
     one, two = page.results("strong").values()
     _, row = page.table("strong", "speedup")
     rate = [one["samples"] / 100 / mean_iteration(one), two["samples"] / 100 / mean_iteration(two)]
@@ -350,7 +350,7 @@ def test_gpu_scaling_tells_what_the_records_hold(tmp_path: Path) -> None:
     )
     assert page.answers("large-batch")[0].endswith("lowest none: 0.3000.")
 
-    order = GlobalBatchSampler(2048, 64, 0)
+    order = GlobalBatchSampler(1024, 64, 0)
     rows = page.table("order", "first 8 samples")
     shown = {(row[""], row["epoch"]): row["first 8 samples"] for row in rows}
     for epoch in (1, 2):

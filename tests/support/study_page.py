@@ -87,8 +87,8 @@ def flat(blocks: Any) -> Iterator[Block]:
 
 
 def page_of(name: str, out: Path, plant: Plant = lambda run, cell, config: None) -> Page:
-    """Return the report of a study at quick scale, with runs changed by `plant`."""
-    plan = load(catalogue.find(name), "quick")
+    """Return the report of a study at quick scale, one run each, changed by `plant`."""
+    plan = load(catalogue.find(name), "quick", repeats=1)
     folder = StudyFolder(out / name)
     folder.write(plan.study)
     for number, cell in enumerate(plan.in_running_order()):
