@@ -105,7 +105,7 @@ def test_a_study_opens_with_the_answers_of_its_first_parts(tmp_path: Path) -> No
     document = to_document(collect(write_study(tmp_path).path))
     first, second = document.chapters[:2]
     assert document.headline.startswith(f"{first.title}: ")
-    assert f" {second.title}: " in document.headline
+    assert f"\n{second.title}: " in document.headline
     assert "configurations in" not in document.headline
     assert document.points == []
 

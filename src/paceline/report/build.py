@@ -167,7 +167,7 @@ def _open(document: Document, collection: RunCollection, answers: Sequence[str])
     troubled = [group for group in collection.groups if _did_not_finish(group)]
     if troubled:
         texts.append(f"{len(troubled)} of {_count(collection.groups)} did not finish.")
-    document.headline = " ".join(texts) or document.headline
+    document.headline = "\n".join(texts) or document.headline
     document.points = [
         (chapter.title, answer.removeprefix(f"{chapter.title}: "))
         for chapter, answer in zip(collection.chapters, answers, strict=True)

@@ -86,6 +86,7 @@ class Document:
     subtitle: str
     about: str
     headline: str
+    """The answer; of several chapters one line for each part of it."""
     points: list[tuple[str, str]]
     next_steps: list[str]
     chapters: list[ChapterPage]

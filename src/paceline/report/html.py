@@ -71,11 +71,13 @@ def _head(document: Document) -> str:
         for subject, text in document.points
     )
     steps = "".join(f"<li>{_inline(step)}</li>\n" for step in document.next_steps)
+    lines = document.headline.split("\n")
     return (
         f"<header>\n<h1>{escape(document.title)}</h1>\n"
         f'<p class="subtitle">{escape(document.subtitle)}</p>\n{_lead(document)}</header>\n'
         f'<section class="verdict" id="verdict">\n<h2>Verdict</h2>\n'
-        f'<p class="headline">{_inline(document.headline)}</p>\n{_blocks(document.main_figures)}'
+        + "".join(f'<p class="headline">{_inline(line)}</p>\n' for line in lines)
+        + _blocks(document.main_figures)
         + (f"<dl>\n{points}</dl>\n" if points else "")
         + (f"<h3>What to try next</h3>\n<ul>\n{steps}</ul>\n" if steps else "")
         + "</section>\n"

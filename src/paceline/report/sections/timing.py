@@ -190,10 +190,10 @@ def phases_answer(splits: Sequence[GroupPhases]) -> str:
     several = [one for one in splits if one.group.workers > 1] or splits
     ranked = sorted(several, key=lambda one: one.split.total)
     if len(ranked) == 1:
-        return f"Of an iteration of {ranked[0].group.label}, {_division(ranked[0].split)}."
+        return f"An iteration of {ranked[0].group.label} is {_division(ranked[0].split)}."
     fastest, slowest = ranked[0], ranked[-1]
     text = (
-        f"Of an iteration, {_division(fastest.split)} with {fastest.group.label} (the fastest),"
+        f"An iteration is {_division(fastest.split)} with {fastest.group.label} (the fastest);"
         f" {_division(slowest.split)} with {slowest.group.label} (the slowest)."
     )
     overlapped = [
@@ -216,9 +216,8 @@ def _division(split: PhaseBreakdown) -> str:
         ("exposed communication", split.share("exchange")),
         ("waiting", split.share("wait")),
     )
-    return ", ".join(
-        f"{formatting.share(share)} is {name}" for name, share in parts if share >= NEGLIGIBLE
-    )
+    shown = [f"{formatting.share(share)} {name}" for name, share in parts if share >= NEGLIGIBLE]
+    return f"{', '.join(shown[:-1])} and {shown[-1]}" if len(shown) > 1 else "".join(shown)
 
 
 def phase_bar(
