@@ -230,14 +230,21 @@ def test_checkpoint_during_the_measurement_is_measured_anew() -> None:
         assert after["reason"] == "not measured yet"
 
 
-def test_checkpoint_of_an_older_version_keeps_its_buckets() -> None:
+def test_own_size_replaces_that_of_a_checkpoint() -> None:
+    for before, after in states(3, "0.5", 1, lambda state: state.update(bucket_mib=1.0)):
+        assert after["bytes"] == before["bytes"]
+        assert after["reason"] == "set by -o bucket_mib"
+
+
+@pytest.mark.parametrize("bucket_mib", ["auto", "1"])
+def test_checkpoint_of_an_older_version_keeps_its_buckets(bucket_mib: str) -> None:
     """They ended only when full, so a large gradient joined the small ones before it."""
 
     def older(state: dict[str, Any]) -> None:
         del state["buckets"]
         state["bucket_mib"] = 1.0
 
-    for _, after in states(3, "auto", 1, older):
+    for _, after in states(3, bucket_mib, 1, older):
         assert after["bytes"] == [400 * 400 * 4 * 2, 400 * 400 * 4]
 
 

@@ -283,8 +283,8 @@ class Overlap(GradientAveraging):
         self._order, self._observed = state["order"], None
         # Older checkpoints contain only the size, or not even that.
         bucket_mib = state.get("bucket_mib", 25.0)
-        is_fixed = not isinstance(self._requested, str)
-        if is_fixed or bucket_mib is None or not self._depends_on_buckets:
+        is_other_size = not isinstance(self._requested, str) and self._requested != bucket_mib
+        if bucket_mib is None or is_other_size or not self._depends_on_buckets:
             self._resize(self._tuner.bucket_mib if self._tuner else self._bucket_mib)
             return
         self._tuner, self._bucket_mib = None, bucket_mib
