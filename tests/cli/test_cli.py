@@ -46,6 +46,8 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--data", "mnist", "--data-dir", "/nonexistent"], "paceline data fetch mnist"),
         (["--strategy", "single", "--nproc-per-node", "2"], "trains 1 worker, not 2"),
         (["-o", "speed=9"], "strategy single has no such option"),
+        (["--model-options", "widht=2"], "lenet has no such option; it has width (did you mean"),
+        (["--model-options", "width"], "--model-options: must be key=value, got 'width'"),
         (["-o", "a=1", "-o", "foo"], "-o: must be key=value, got 'foo'"),
         (["--bogus", "3"], "unknown flag --bogus: see `paceline train --help`"),
         (["--lr"], "--lr needs a value: learning rate"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from paceline.config import from_mapping
@@ -61,6 +63,27 @@ def test_the_first_look_has_six_strategies_on_two_workers() -> None:
     configs = plan_of("first-look", "quick").configs.values()
     assert len({config.strategy for config in configs}) == 6
     assert {config.workers for config in configs} == {2}
+
+
+@pytest.mark.parametrize(
+    "name", ["first-look", "four-ways", "parameter-server", "street-numbers", "gpu-scaling"]
+)
+def test_the_quick_scale_repeats_every_configuration(name: str) -> None:
+    study = plan_of(name, "quick").study
+    counts = Counter(cell.group for cell in study.cells)
+    assert min(counts.values()) >= 3
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_a_narrower_model_is_said_to_stand_in(name: str) -> None:
+    plan = plan_of(name, "quick")
+    is_narrow = any(config.model_options for config in plan.configs.values())
+    assert plan.study.stands_in or not is_narrow
+
+
+def test_four_ways_has_enough_iterations_for_an_interval() -> None:
+    configs = plan_of("four-ways", "quick").configs.values()
+    assert all((config.iterations or 0) >= 20 for config in configs)
 
 
 def test_street_numbers_has_the_reference_sizes() -> None:
