@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -138,3 +139,13 @@ def test_what_stands_in_is_said_above_the_answer(tmp_path: Path) -> None:
         (to_markdown(document), "## Verdict"),
     ):
         assert text.index("A narrow model stands in.") < text.index(verdict)
+
+
+def test_accuracies_at_chance_are_in_the_opening(tmp_path: Path) -> None:
+    folder = write_study(tmp_path)
+    write_run(tmp_path / "chance", FakeRun("one.lr-0.02", {"lr": 0.02}, accuracy=0.1))
+    shutil.rmtree(folder.cells / "one.lr-0.02")
+    (tmp_path / "chance" / "one.lr-0.02").rename(folder.cells / "one.lr-0.02")
+    document = to_document(collect(folder.path))
+    last = document.headline.split("\n")[-1]
+    assert last.startswith("Test accuracy is not distinguishable from chance (1 in 10) with rate")

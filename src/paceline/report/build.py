@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from paceline.analysis.accuracy import find_chance_accuracy
 from paceline.analysis.collection import Chapter, RunCollection, collect
+from paceline.analysis.contention import find_contention
 from paceline.analysis.run_group import RunGroup
 from paceline.analysis.verdict import Verdict, make_verdict
 from paceline.errors import RecordsError
@@ -25,7 +27,13 @@ from paceline.report.html import FIGURES, to_html
 from paceline.report.markdown import to_markdown
 from paceline.report.sections import SECTIONS, VERDICT, build_sections, select, unknown
 from paceline.report.sections.common import section_context
-from paceline.report.wording import findings, headline, next_steps
+from paceline.report.wording import (
+    chance_sentence,
+    findings,
+    headline,
+    next_steps,
+    rerun_sentence,
+)
 
 TOGETHER = "all-parts"
 """Name of the chapter about all parts of a study."""
@@ -146,6 +154,7 @@ def _open(document: Document, collection: RunCollection, answers: Sequence[str])
     parts = [chapter.name for chapter in collection.chapters]
     texts: list[str] = []
     told: set[str] = set()
+    last_title = ""
     for reference in collection.answer or parts[:MAX_ANSWERS]:
         part, _, section_name = reference.partition(".")
         if part not in parts:
@@ -159,14 +168,17 @@ def _open(document: Document, collection: RunCollection, answers: Sequence[str])
         if text in told:
             continue
         told.add(text)
-        title = page.title.removesuffix(".")
-        texts.append(text if text.startswith(f"{title}: ") else f"{title}: {text}")
+        # Two answers of one part have its title once.
+        is_titled = page.title == last_title or text.startswith(f"{page.title}: ")
+        texts.append(text if is_titled else f"{page.title}: {text}")
+        last_title = page.title
         figure = _first_figure([section] if section else [])
         if figure is not None:
             document.main_figures.append(replace(figure, name=f"answer-{figure.name}"))
     troubled = [group for group in collection.groups if _did_not_finish(group)]
     if troubled:
         texts.append(f"{len(troubled)} of {_count(collection.groups)} did not finish.")
+    texts += _warnings(collection.groups)
     document.headline = "\n".join(texts) or document.headline
     document.points = [
         (chapter.title, answer.removeprefix(f"{chapter.title}: "))
@@ -174,6 +186,15 @@ def _open(document: Document, collection: RunCollection, answers: Sequence[str])
         if answer not in told
     ]
     return texts or [document.headline]
+
+
+def _warnings(groups: Sequence[RunGroup]) -> list[str]:
+    """What may invalidate the figures of any part, which the answers of sections do not say."""
+    sentences = (
+        chance_sentence(find_chance_accuracy(groups)),
+        rerun_sentence(find_contention(groups)),
+    )
+    return [sentence.strip() for sentence in sentences if sentence]
 
 
 def _section_answer(section: Section) -> str:
