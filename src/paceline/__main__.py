@@ -1,7 +1,5 @@
 """`python -m paceline`, the form that torchrun starts."""
 
-import sys
+from paceline.cli import command
 
-from paceline.cli import main
-
-sys.exit(main())
+command()

@@ -15,8 +15,10 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from paceline import __version__
+from paceline.child_process import exit_quickly
 from paceline.cli.parser import Parser
 from paceline.errors import (
     ERROR_PREFIX,
@@ -52,6 +54,14 @@ DEPENDENCIES = {
     "yaml": "pyyaml",
 }
 """Required modules and their packages."""
+
+
+def command() -> NoReturn:
+    """Run a command as a program."""
+    code = main()
+    if "torch" in sys.modules:
+        exit_quickly(code)
+    sys.exit(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

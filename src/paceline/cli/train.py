@@ -33,8 +33,6 @@ def run(arguments: argparse.Namespace) -> int:
     with importing():
         from paceline.launch import launcher
         from paceline.launch.fork_server import ForkServer
-        from paceline.report.summary import print_summary
-        from paceline.training.checkpoint import iterations
         from paceline.training.process import keep_freed_memory
 
     keep_freed_memory()
@@ -45,6 +43,10 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             outcome = launcher.train(config, arguments.quiet, fork_server)
     if outcome.result is not None:
+        # Imported after training, which would wait for it.
+        from paceline.report.summary import print_summary
+        from paceline.training.checkpoint import iterations
+
         folder = _unresolved(outcome.folder, arguments.resume)
         print_summary(folder, outcome.result)
         is_stopped = outcome.exit_code == StoppedError.exit_code

@@ -7,14 +7,13 @@ through the folder.
 
 from __future__ import annotations
 
-import atexit
 import importlib
-import os
 import signal
 import sys
 from pathlib import Path
 from typing import NoReturn
 
+from paceline.child_process import exit_quickly
 from paceline.measure.startup import importing
 from paceline.training.process import keep_freed_memory
 
@@ -25,12 +24,7 @@ def main(arguments: list[str]) -> NoReturn:
     # Until training begins there is nothing to finish, and no traceback to show.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     keep_freed_memory()
-    code = _run(arguments[0], arguments[1:])
-    # After a failure, gloo's threads may block an orderly exit of the interpreter.
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    exit_quickly(_run(arguments[0], arguments[1:]), joins_threads=False)
 
 
 def _run(name: str, arguments: list[str]) -> int:

@@ -14,7 +14,6 @@ or in a process that had threads before it could fork its server.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import errno
@@ -36,7 +35,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn, Protocol, Self
 
-from paceline.child_process import die_with_parent, pythonpath, tied_command
+from paceline.child_process import die_with_parent, exit_quickly, pythonpath, tied_command
 
 PRELOADED = (
     "paceline.launch.launcher",
@@ -381,11 +380,7 @@ def _run(request: dict[str, Any], files: Sequence[int]) -> NoReturn:
             sys.stderr.write(f"{error.code}\n")
     except BaseException:  # noqa: BLE001 - as an interpreter does
         traceback.print_exc()
-    with contextlib.suppress(Exception):
-        threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as at any exit
-        atexit._run_exitfuncs()
-    _flush()
-    os._exit(code & 0xFF)
+    exit_quickly(code)
 
 
 def _become(request: dict[str, Any], files: Sequence[int]) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 GRACE_SECONDS = 3.0
 """Time for the other processes, after a first failure, to notice it and write their records."""
-POLL_SECONDS = 0.05
+POLL_SECONDS = 0.02
 
 
 class LocalProcesses:
