@@ -110,7 +110,7 @@ def run_process(pipe: Pipe) -> None:
             rank=rank,
             world_size=WORKERS + 1,
             rpc_backend_options=rpc.TensorPipeRpcBackendOptions(
-                init_method=f"tcp://127.0.0.1:{ports[1]}", rpc_timeout=0
+                init_method=f"tcp://127.0.0.1:{ports[1]}", rpc_timeout=600
             ),
         )
         if rank == WORKERS:

@@ -24,6 +24,8 @@ from paceline.config import from_mapping
 from paceline.errors import ConfigError, PeerError
 from paceline.launch import launcher
 from paceline.records import Result, RunFolder, read_lines
+from paceline.strategies.flat_buffer import FlatBuffer
+from paceline.strategies.parameter_server import strategy as strategy_module
 from paceline.strategies.parameter_server.strategy import ParameterServer, ServerCheckpointState
 from paceline.strategies.strategy import AssignmentRequest, SingleProcess
 from tests.support import toy_replicas as toy
@@ -130,6 +132,22 @@ def always(_: int) -> bool:
 
 def never(_: int) -> bool:
     return False
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_weights_outside_of_the_memory_of_messages_train_the_same(
+    mode: Literal["sync", "async"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as those on a GPU, for which other tensors on the CPU stand in."""
+
+    def weights() -> Tensor:
+        if mode == "sync":
+            return in_step(2, 2, 5, toy.sgd())[0]
+        return train_asynchronously(1, 5, toy.sgd(), mode="async", servers=2)[0][0]
+
+    expected = weights()
+    monkeypatch.setattr(strategy_module, "FlatBuffer", lambda weights, memory: FlatBuffer(weights))
+    assert torch.equal(weights(), expected)
 
 
 def test_worker_without_space_in_shared_memory_sends_its_data(

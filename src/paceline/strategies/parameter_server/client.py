@@ -82,9 +82,9 @@ class ServerClient:
         return _Server(connection, self.memory.shard(begin, end), is_shared)
 
     def bind(self, weights: Tensor, gradients: Tensor) -> None:
-        """Use these flat tensors of the model: those of `memory`, or copies on a GPU."""
+        """Use these flat tensors of the model: those of `memory`, or others, such as on a GPU."""
         self._weights, self._gradients = weights, gradients
-        self._is_staged = weights.device != self.memory.weights.device
+        self._is_staged = weights.data_ptr() != self.memory.weights.data_ptr()
 
     def _stage_gradients(self) -> None:
         if self._is_staged:
