@@ -120,7 +120,9 @@ class ForkServer:
         Call it as soon as torch is imported: a thread, or an operator that has started some, rules
         it out.
         """
-        if not sys.platform.startswith("linux") or threading.active_count() > 1:
+        torch = sys.modules.get("torch")
+        has_gpu_state = torch is not None and torch.cuda.is_initialized()
+        if not sys.platform.startswith("linux") or threading.active_count() > 1 or has_gpu_state:
             return None
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         _flush()
