@@ -50,9 +50,8 @@ def test_workers_share_the_cores_and_keep_to_quotas(
     assert speed(from_mapping(settings), cores=4) == expected
 
 
-def test_an_estimate_covers_samples_and_startup(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_estimate_covers_the_samples_of_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(duration, "time_sample", lambda *key: 0.01)
-    monkeypatch.setattr(duration, "time_import", lambda: 2.0)
     monkeypatch.setattr(duration, "cores_usable", lambda: 2)
     settings = {
         "model": "lenet",
@@ -64,8 +63,8 @@ def test_an_estimate_covers_samples_and_startup(monkeypatch: pytest.MonkeyPatch)
         "threads": 1,
         "device": "cpu",
     }
-    # 550 samples of each worker, then the command and two workers at once.
-    assert DurationModel().seconds_of(from_mapping(settings)) == pytest.approx(5.5 + 2 * 2.0)
+    # 550 samples of each worker.
+    assert DurationModel().seconds_of(from_mapping(settings)) == pytest.approx(5.5)
 
 
 @pytest.mark.parametrize("settings", [{"model": "mine:net"}, {"data": "mine:set"}])

@@ -198,7 +198,7 @@ def _print_dry_run(console: Console, plan: Plan, folder: StudyFolder, only: str 
     if len(estimates) == len(to_run):
         total = format_duration(sum(estimates))
         if forecast and to_run:
-            total = f"at least {total} of computation, communication not included"
+            total = f"at least {total} of computation, plus communication and start-up"
     cells = f"{len(to_run)} cell{'s' * (len(to_run) != 1)}"
     # Paths are not wrapped, so that they can be copied.
     console.print(f"\n{cells} to run in {folder.path}", soft_wrap=True)

@@ -1,14 +1,12 @@
 """Estimate how long cells take: from finished cells, or before that from a timed training step.
 
-The estimate from a step covers compute, evaluation and process startup on CPUs. It excludes
-communication.
+The estimate from a step covers compute and evaluation on CPUs. It excludes communication and the
+start of a run, which is short because a study forks its processes from a warm one.
 """
 
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from collections.abc import Iterable
 from statistics import fmean
 from time import perf_counter
@@ -30,7 +28,6 @@ BATCH_SIZE = 8
 STEPS = 2
 EVALUATION_COST = 1 / 3
 """Relative to a training step: only the forward pass."""
-IMPORT_LIMIT_SECONDS = 60.0
 
 
 class DurationModel:
@@ -38,7 +35,6 @@ class DurationModel:
 
     def __init__(self) -> None:
         self._sample_seconds: dict[tuple[str, DatasetInfo], float] = {}
-        self._import_seconds: float | None = None
 
     def seconds_of(self, config: RunConfig) -> float | None:
         """Estimate a run; None for user-defined models and data, and on GPUs."""
@@ -51,20 +47,13 @@ class DurationModel:
             return None
         on_one_core = self._seconds_per_sample(config, outline)
         sample_seconds = on_one_core / speed(config, cores_usable())
-        return samples_per_worker(config, outline) * sample_seconds + self._startup_seconds(config)
+        return samples_per_worker(config, outline) * sample_seconds
 
     def _seconds_per_sample(self, config: RunConfig, outline: DatasetInfo) -> float:
         key = (config.model_text, outline)
         if key not in self._sample_seconds:
             self._sample_seconds[key] = time_sample(config, outline)
         return self._sample_seconds[key]
-
-    def _startup_seconds(self, config: RunConfig) -> float:
-        """The command, then its workers, and on an emulated cluster their launchers."""
-        if self._import_seconds is None:
-            self._import_seconds = time_import()
-        processes = config.workers * (2 if config.cluster else 1)
-        return self._import_seconds * (1 + processes / min(processes, cores_usable()))
 
 
 def samples_per_worker(config: RunConfig, outline: DatasetInfo) -> float:
@@ -113,15 +102,6 @@ def time_sample(config: RunConfig, outline: DatasetInfo) -> float:
     finally:
         torch.set_num_threads(threads)
     return best / BATCH_SIZE
-
-
-def time_import() -> float:
-    """Seconds that a new process takes to import torch, which dominates worker startup."""
-    begin = perf_counter()
-    subprocess.run(
-        [sys.executable, "-c", "import torch"], check=False, timeout=IMPORT_LIMIT_SECONDS
-    )
-    return perf_counter() - begin
 
 
 def seconds_of(cell: Cell, cells: Iterable[Cell]) -> float | None:
