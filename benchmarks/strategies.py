@@ -48,6 +48,7 @@ SHAPE, CLASSES = (3, 32, 32), 10
 MODELS = ("lenet", "mlp", "resnet18", "vgg11")
 REFERENCE = "ddp"
 SECONDS_PER_BLOCK = 0.5
+FIRST_UPDATES = 8
 CONNECT_SECONDS = 60.0
 MODES = {f"server/{mode}": mode for mode in ("sync", "async", "bounded")}
 """Modes of the parameter server, by their names in the table."""
@@ -262,7 +263,7 @@ def measure(
     updates = {}
     for name, strategy in strategies.items():
         # Bucket sizes settle in the first updates; then all ranks agree on the updates per block.
-        seconds = [update(strategy, inputs, labels) for _ in range(4)][-1]
+        seconds = [update(strategy, inputs, labels) for _ in range(FIRST_UPDATES)][-1]
         agreed = torch.tensor([seconds], dtype=torch.float64)
         communicator.all_reduce(agreed, "control").wait()
         updates[name] = max(2, round(SECONDS_PER_BLOCK * communicator.world_size / float(agreed)))
