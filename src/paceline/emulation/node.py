@@ -22,6 +22,9 @@ CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
 
 def enter(state: ClusterState, node: int) -> None:
     """Move this process into a node: its CPU group, its cores and its network."""
+    namespace = state.nodes[node]
+    if not namespace.is_held():
+        raise ClusterError(f"{state.name_of(node)} no longer exists")
     if (group := state.groups.get(node)) is not None:
         (group / cpu_limits.JOIN_FILE).write_text(str(os.getpid()), encoding="ascii")
     if cores := state.cores.get(node):
@@ -29,9 +32,9 @@ def enter(state: ClusterState, node: int) -> None:
             os.sched_setaffinity(0, cores)
         except OSError:
             raise ClusterError(cpu_limits.core_refusal(cores, state.name_of(node))) from None
-    holder = state.nodes[node].holder.pid
+    holder = namespace.holder.pid
     # Its user namespace grants the rights to enter its network.
-    kinds = [("user", CLONE_NEWUSER)] if state.nodes[node].is_of_user else []
+    kinds = [("user", CLONE_NEWUSER)] if namespace.is_of_user else []
     files = [
         (os.open(f"/proc/{holder}/ns/{name}", os.O_RDONLY), kind)
         for name, kind in [*kinds, ("net", CLONE_NEWNET)]

@@ -124,10 +124,13 @@ class ForkServer:
         has_gpu_state = torch is not None and torch.cuda.is_initialized()
         if not sys.platform.startswith("linux") or threading.active_count() > 1 or has_gpu_state:
             return None
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         _flush()
         parent = os.getpid()
-        pid = os.fork()
+        try:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            pid = os.fork()
+        except OSError:
+            return None
         if pid == 0:
             _become_server(theirs, parent)
         theirs.close()
@@ -141,19 +144,23 @@ class ForkServer:
 
     @classmethod
     def spawn(cls) -> Self | None:
-        """Start a new process, which imports torch in the meantime; None except on Linux."""
+        """Start a new process, which imports torch in the meantime; None if that is impossible."""
         if not sys.platform.startswith("linux"):
             return None
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(os.getpid()), str(theirs.fileno())],
-                env={**os.environ, "PYTHONPATH": pythonpath()},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+            try:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", __name__, str(os.getpid()), str(theirs.fileno())],
+                    env={**os.environ, "PYTHONPATH": pythonpath()},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
+            except OSError:
+                ours.close()
+                return None
         return cls(ours, process)
 
     def start(
