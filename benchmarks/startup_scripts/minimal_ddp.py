@@ -21,6 +21,7 @@ def main() -> None:
         optimizer.zero_grad()
         cross_entropy(model(inputs[chosen]), labels[chosen]).backward()
         optimizer.step()
+    dist.barrier()
     dist.destroy_process_group()
 
 
