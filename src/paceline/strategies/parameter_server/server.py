@@ -190,16 +190,17 @@ class Server:
             self._disconnect(worker)
 
     def _disconnect(self, worker: Worker) -> None:
-        if not worker.is_connected:
-            return
-        worker.is_connected = False
-        self._selector.unregister(worker.connection.socket)
-        worker.connection.close()
-        # A finished worker has passed its last barrier; others must not wait for it.
-        self._is_barrier_broken = True
-        waiting = self._arrived[Request.BARRIER] if worker.is_finished else self._workers
-        for other in list(waiting):
-            self._disconnect(other)
+        lost = [worker]
+        while lost:
+            each = lost.pop()
+            if not each.is_connected:
+                continue
+            each.is_connected = False
+            self._selector.unregister(each.connection.socket)
+            each.connection.close()
+            # A finished worker has passed its last barrier; others must not wait for it.
+            self._is_barrier_broken = True
+            lost += self._arrived[Request.BARRIER] if each.is_finished else self._workers
 
     def _reply(self, worker: Worker, *numbers: float, payload: Sequence[memoryview] = ()) -> None:
         try:
