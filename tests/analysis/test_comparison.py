@@ -194,3 +194,14 @@ def test_figures_that_are_compared_together_are_corrected_together(tmp_path: Pat
     assert pace.difference.p_value == pytest.approx(0.031, abs=0.001)
     assert pace.difference.comparisons == 4
     assert format_difference(pace.difference).endswith("within noise)")
+
+
+def test_models_with_other_options_are_other_models(tmp_path: Path) -> None:
+    paths = [
+        write_run(tmp_path, FakeRun(name, {"model_options": options}))
+        for name, options in (("a", {}), ("b", {"width": "0.5"}))
+    ]
+    groups = read_comparison([str(path) for path in paths]).groups
+    (row,) = setting_rows(groups)
+    assert (row.name, row.cells) == ("model options", ["-", "width=0.5"])
+    assert not any("time" in one.name for one in significance(groups))
