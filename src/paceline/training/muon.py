@@ -54,46 +54,62 @@ class Muon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is not None:
-                    update = _update_matrix if weight.dim() > 1 else _update_vector
-                    update(weight, weight.grad, self.state[weight], group)
+            trained = [weight for weight in group["params"] if weight.grad is not None]
+            for weight in trained:
+                if weight.dim() > 1:
+                    _update_matrix(weight, self.state[weight], group)
+            vectors = [weight for weight in trained if weight.dim() <= 1]
+            if vectors:
+                _update_vectors(vectors, [self.state[weight] for weight in vectors], group)
         return loss
 
 
-def _update_matrix(
-    weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
-) -> None:
+def _update_matrix(weight: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    gradient = weight.grad
+    assert gradient is not None
     if not state:
         state["momentum_buffer"] = torch.zeros_like(weight)
     average = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
     ahead = gradient.lerp(average, group["momentum"]).flatten(1)
     scale = ADAM_UPDATE_RMS * math.sqrt(max(ahead.shape))
-    update = orthogonalize(ahead).view(weight.shape)
-    weight.mul_(1 - group["lr"] * group["weight_decay"])
-    weight.add_(update, alpha=-group["lr"] * scale)
+    if group["weight_decay"]:
+        weight.mul_(1 - group["lr"] * group["weight_decay"])
+    weight.add_(orthogonalize(ahead).view(weight.shape), alpha=-group["lr"] * scale)
 
 
-def _update_vector(
-    weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
+def _update_vectors(
+    weights: list[Tensor], states: list[dict[str, Any]], group: dict[str, Any]
 ) -> None:
-    if not state:
-        state["step"] = torch.zeros(())
-        state["exp_avg"] = torch.zeros_like(weight)
-        state["exp_avg_sq"] = torch.zeros_like(weight)
-    state["step"] += 1
-    steps, (beta1, beta2) = float(state["step"]), group["betas"]
-    average = state["exp_avg"].lerp_(gradient, 1 - beta1)
-    square = state["exp_avg_sq"].lerp_(gradient.square(), 1 - beta2)
-    root = square.div(1 - beta2**steps).sqrt_().add_(group["eps"])
-    weight.mul_(1 - group["lr"] * group["weight_decay"])
-    weight.addcdiv_(average, root, value=-group["lr"] / (1 - beta1**steps))
+    for weight, state in zip(weights, states, strict=True):
+        if not state:
+            state["step"] = torch.zeros((), device=weight.device)
+            state["exp_avg"] = torch.zeros_like(weight)
+            state["exp_avg_sq"] = torch.zeros_like(weight)
+    steps = [state["step"] for state in states]
+    torch._foreach_add_(steps, 1)
+    beta1, beta2 = group["betas"]
+    torch._fused_adamw_(
+        weights,
+        [weight.grad for weight in weights if weight.grad is not None],
+        [state["exp_avg"] for state in states],
+        [state["exp_avg_sq"] for state in states],
+        [],
+        steps,
+        lr=group["lr"],
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        amsgrad=False,
+        maximize=False,
+    )
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
     """Return the matrix with all singular values close to 1, by Newton-Schulz iterations."""
     a, b, c = NEWTON_SCHULZ_COEFFICIENTS
-    # The product with the transpose is smaller for a wide matrix.
+    # The product with the transpose is smaller for a wide matrix. The product of all factors first
+    # would be faster, but amplifies rounding errors: replicas would differ from one worker.
     is_tall = matrix.shape[0] > matrix.shape[1]
     wide = matrix.T if is_tall else matrix
     # The Frobenius norm is at least the largest singular value.
