@@ -44,6 +44,12 @@ MODELS.register(
     options=WIDTH,
 )
 MODELS.register(
+    "strided_cnn",
+    "paceline.models.strided_cnn:strided_cnn",
+    "a strided 5x5 and a 3x3 convolution with batch norm, two linear layers",
+    options=WIDTH,
+)
+MODELS.register(
     "vgg11",
     "paceline.models.vgg:vgg11",
     "VGG-11 with batch norm, one linear layer",

@@ -44,6 +44,7 @@ CASES = {
     "mlp": Case(CIFAR_SHAPE, 32, 8, 0.5),
     "lenet": Case(CIFAR_SHAPE, 32, 8, 0.1),
     "cnn": Case(MNIST_SHAPE, 16, 6, 0.05),
+    "strided_cnn": Case(CIFAR_SHAPE, 16, 6, 0.01),
     "vgg11": Case(CIFAR_SHAPE, 4, 4, 2e-5),
     "vgg13": Case(MNIST_SHAPE, 4, 4, 1e-5),
     "vgg16": Case(CIFAR_SHAPE, 4, 4, 5e-6),
@@ -88,6 +89,13 @@ def cnn(images: Tensor, weights: Weights) -> Tensor:
     for _ in range(2):
         images = F.conv2d(images, next(weights), next(weights)).clamp(min=0)
     return linear(linear(halve(images).flatten(1), weights).clamp(min=0), weights)
+
+
+def strided_cnn(images: Tensor, weights: Weights) -> Tensor:
+    images = F.conv2d(images, next(weights), stride=3, padding=2)
+    images = halve(F.conv2d(normalize(images, weights).clamp(min=0), next(weights), padding=1))
+    images = normalize(images, weights).clamp(min=0)
+    return linear(linear(images.flatten(1), weights).clamp(min=0), weights)
 
 
 def vgg(*convolutions: int) -> Callable[[Tensor, Weights], Tensor]:
@@ -144,6 +152,7 @@ FORWARD: dict[str, Callable[[Tensor, Weights], Tensor]] = {
     "mlp": mlp,
     "lenet": lenet,
     "cnn": cnn,
+    "strided_cnn": strided_cnn,
     "vgg11": vgg(1, 1, 2, 2, 2),
     "vgg13": vgg(2, 2, 2, 2, 2),
     "vgg16": vgg(2, 2, 3, 3, 3),
