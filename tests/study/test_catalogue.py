@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from paceline.config import from_mapping
+from paceline.config import from_mapping, key
 from paceline.report.sections import unknown
 from paceline.study import catalogue
 from paceline.study.cells import Plan, check_parts, load
@@ -112,10 +112,25 @@ def test_parameter_server_has_the_reference_batches() -> None:
 
 
 def test_street_race_has_the_reference_recipe() -> None:
-    config = plan_of("street-race", "full").configs["entrant-reference-recipe-peer-to-peer.r1"]
+    cell = "reference-model.entrant-reference-recipe-peer-to-peer.r1"
+    config = plan_of("street-race", "full").configs[cell]
     assert (config.workers, config.global_batch_size, config.iterations) == (3, 3 * 16, 14_500)
     assert (config.lr, config.schedule, config.momentum) == (1e-2, "cosine", 0.9)
     assert config.target_accuracy == 0.9
+    real = plan_of("street-race", "real").configs[cell]
+    assert key(real, ("data", "target_accuracy")) == key(config, ("data", "target_accuracy"))
+    assert (real.data, real.target_accuracy) == ("svhn", 0.89)
+
+
+def test_street_race_compares_our_model_with_the_same_runs_of_the_reference() -> None:
+    plan = plan_of("street-race", "real")
+    models = {
+        part: {plan.configs[cell.id].model for cell in plan.study.cells_of(part)}
+        for part in ("reference-model", "own-model")
+    }
+    assert models == {"reference-model": {"lenet"}, "own-model": {"lenet", "strided_cnn"}}
+    runs = {key(plan.configs[cell.id]) for cell in plan.in_running_order()}
+    assert len(runs) == 5 * 4, "five seeds of each entrant, each run once"
 
 
 def test_gpu_scaling_has_the_reference_devices_and_batches() -> None:

@@ -46,7 +46,7 @@ def _add_study(parser: argparse.ArgumentParser) -> None:
         "study", metavar="FILE|NAME", help="a .yaml file, or a name from `paceline study list`"
     )
     parser.add_argument(
-        "--scale", choices=("quick", "full"), help="default: quick, if the study has it"
+        "--scale", choices=("quick", "real", "full"), help="default: quick, if the study has it"
     )
 
 

@@ -37,7 +37,8 @@ SECTION_NAMES = (
 """Sections of a report, in order; the valid values of `report`."""
 
 
-SCALES = ("quick", "full")
+SCALES = ("quick", "real", "full")
+"""Generated data within minutes; a public dataset that many have; the reference experiment."""
 _GRID_KEYS = ("base", "grid", "include", "exclude", "report")
 _TEXT_KEYS = ("title", "about", "context", "stands_in")
 _STUDY_KEYS = ("repeats", "order", "time_limit_minutes", "parts", "answer")
@@ -70,7 +71,7 @@ class StudyFile:
             self._check_no_nulls(part)
         scales = root.get("scales")
         if scales is not None and not scales.is_mapping:
-            self.problems.add(scales, f"must be a mapping with the keys {' and '.join(SCALES)}")
+            self.problems.add(scales, f"must be a mapping with the keys {', '.join(SCALES)}")
         for name, scale in scales.items() if scales else ():
             if name not in SCALES:
                 self.problems.add(scale, f"unknown scale {shown(name)}: {suggest(name, SCALES)}")
