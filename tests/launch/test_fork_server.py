@@ -14,6 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
+from paceline.config import RunConfig
+from paceline.launch import launcher
 from paceline.launch.fork_server import ForkServer, start_python
 from tests.support.commands import are_gone, wait_until
 from tests.support.warm import PrewarmedStarter
@@ -82,7 +84,8 @@ def test_without_its_server_a_program_starts_in_a_new_interpreter(
     assert spawned is not None
     with spawned as server:
         server._process.kill()
-        assert description(server, "word")["argv"] == ["word"]
+        for word in ("first", "later"):
+            assert description(server, word)["argv"] == [word]
 
 
 def test_an_environment_that_no_message_can_carry_needs_a_new_interpreter(
@@ -97,6 +100,29 @@ def test_an_environment_that_no_message_can_carry_needs_a_new_interpreter(
         assert len(description(server)["environment"]["LARGE_0"]) == 100_000
 
 
+@pytest.mark.parametrize(
+    "variables", [{}, {"RANK": "0", "WORLD_SIZE": "1"}], ids=["one", "torchrun"]
+)
+def test_the_process_of_a_worker_keeps_no_server(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Server:
+        is_open = True
+
+        def close(self) -> None:
+            self.is_open = False
+
+    def run(*_: object) -> bool:
+        return kept.is_open
+
+    kept = Server()
+    monkeypatch.setattr("paceline.launch.worker.run", run)
+    for name, value in {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", **variables}.items():
+        monkeypatch.setenv(name, value)
+    config = RunConfig(data="digits", device="cpu")
+    assert launcher.launch_local(config, None, True, kept) is False  # type: ignore[arg-type, comparison-overlap]
+
+
 def test_a_process_with_threads_forks_no_server() -> None:
     end = threading.Event()
     thread = threading.Thread(target=end.wait)
@@ -109,15 +135,19 @@ def test_a_process_with_threads_forks_no_server() -> None:
 
 
 PROGRAM = """
-import sys, time, subprocess
+import signal, sys, time, subprocess
 import numpy
 from paceline.launch.fork_server import ForkServer, start_python
 from tests.support.native_threads import start_native_thread
 if sys.argv[1] == "native":
     start_native_thread()
+if sys.argv[1] == "ignored":
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 server = ForkServer.fork()
 if server is None:
     sys.exit(3)
+if sys.argv[1] == "ignored":
+    sys.exit(start_python(server, ["-m", "tests.support.no_such_program"]).wait())
 print(start_python(server, ["-m", "tests.support.sleeper"]).pid, flush=True)
 print(start_python(server, ["-m", "tests.support.sleeper"], death_signal=15).pid, flush=True)
 time.sleep(60)
@@ -127,6 +157,13 @@ time.sleep(60)
 def test_a_process_with_threads_of_a_library_forks_no_server() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM, "native"], cwd=ROOT, timeout=60)
     assert done.returncode == 3
+
+
+def test_exit_codes_are_known_where_the_parent_ignores_its_children() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, "ignored"], cwd=ROOT, timeout=60, capture_output=True
+    )
+    assert (done.returncode, b"No module named" in done.stderr) == (1, True)
 
 
 def test_a_server_and_what_is_tied_end_with_the_process_that_forked_it() -> None:
@@ -143,3 +180,22 @@ def test_a_server_and_what_is_tied_end_with_the_process_that_forked_it() -> None
         assert untied.is_running()
     finally:
         untied.kill()
+
+
+FAILING = """
+from paceline.launch import fork_server
+def fail(*arguments):
+    raise KeyboardInterrupt
+fork_server._become_server = fail
+try:
+    fork_server.ForkServer.fork()
+finally:
+    print("the launcher continues", flush=True)
+"""
+
+
+def test_a_server_that_fails_to_start_does_not_continue_as_its_launcher() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FAILING], cwd=ROOT, timeout=60, capture_output=True
+    )
+    assert done.stdout == b"the launcher continues\n"

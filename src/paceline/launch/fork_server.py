@@ -124,6 +124,7 @@ class ForkServer:
         has_gpu_state = torch is not None and torch.cuda.is_initialized()
         if not sys.platform.startswith("linux") or threading.active_count() > 1 or has_gpu_state:
             return None
+        _keep_exit_codes()
         _flush()
         parent = os.getpid()
         try:
@@ -132,7 +133,11 @@ class ForkServer:
         except OSError:
             return None
         if pid == 0:
-            _become_server(theirs, parent)
+            # Whatever happens, the frames of the launcher must not continue in its copy.
+            try:
+                _become_server(theirs, parent)
+            finally:
+                os._exit(1)
         theirs.close()
         server = cls(ours, ForkedProcess(pid, {}))
         # OpenBLAS ends its threads for a fork and restarts them on demand; other libraries do not,
@@ -147,6 +152,7 @@ class ForkServer:
         """Start a new process, which imports torch in the meantime; None if that is impossible."""
         if not sys.platform.startswith("linux"):
             return None
+        _keep_exit_codes()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             try:
@@ -187,6 +193,8 @@ class ForkServer:
             "name": name,
         }
         with self._lock, _adopting_orphans():
+            if self._connection.fileno() < 0:
+                raise ConnectionError("the fork server has ended")
             try:
                 socket.send_fds(self._connection, [json.dumps(request).encode()], list(files))
                 answer = self._connection.recv(64)
@@ -305,6 +313,12 @@ def _adopting_orphans() -> Iterator[None]:
         yield
     finally:
         _libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+def _keep_exit_codes() -> None:
+    """Undo what some programs pass on: a process that ignores SIGCHLD cannot wait for children."""
+    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def _flush() -> None:

@@ -137,13 +137,21 @@ def launch_local(
     """
     rank_info = environment.detect()
     if rank_info is not None:
+        _close(fork_server)
         return _run_worker(config, rank_info, resumed, quiet)
     strategy = validate(config)
     if config.elastic is not None:
         return _launch_elastic(config, resumed, quiet, fork_server)
     if config.workers == 1 and not isinstance(strategy, ServerStrategy):
+        _close(fork_server)
         return worker.run(config, SINGLE_PROCESS, resumed, quiet)
     return node.run(config, resumed, quiet, fork_server)
+
+
+def _close(fork_server: ForkServer | None) -> None:
+    """A worker starts no processes, and the memory of its server would count as its own."""
+    if fork_server is not None:
+        fork_server.close()
 
 
 def _launch_on_ray(config: RunConfig, resumed: RunFolder | None, quiet: bool) -> RunOutcome:
