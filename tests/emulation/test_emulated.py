@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.emulation.cluster import EmulatedCluster
+from paceline.emulation.cluster import SHARED_VARIABLE, EmulatedCluster
 from paceline.emulation.state import load
 from paceline.errors import ClusterError
 from paceline.measure.machine import cgroup_dirs
@@ -120,6 +120,24 @@ def test_a_second_cluster_with_the_same_name_is_rejected(cluster: EmulatedCluste
     with pytest.raises(ClusterError, match="is already up"):
         small_cluster("nodes=2", cluster.name)
     assert run_on_node(cluster, 0, "true").returncode == 0
+
+
+def test_a_run_on_a_shared_cluster_has_its_own_errors(
+    cluster: EmulatedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SHARED_VARIABLE, str(cluster.state.path))
+
+    def run() -> None:
+        with EmulatedCluster.for_run(cluster.spec, quiet=True) as shared:
+            raise ClusterError(f"a node of {shared.name} has ended")
+
+    with pytest.raises(ClusterError, match=f"a node of {cluster.name} has ended"):
+        run()
+
+
+def test_connections_start_without_metrics_of_earlier_ones(cluster: EmulatedCluster) -> None:
+    assert echoes_unchanged(cluster, 0, 1, 1 << 20)
+    assert run_on_node(cluster, 0, "ip", "tcp_metrics", "show").stdout == ""
 
 
 def test_two_clusters_are_isolated(cluster: EmulatedCluster) -> None:

@@ -103,12 +103,10 @@ class EmulatedCluster:
     @contextlib.contextmanager
     def for_run(cls, spec: ClusterSpec, quiet: bool) -> Iterator[EmulatedCluster]:
         """The cluster that the study of this run keeps up, otherwise one for the block only."""
-        if path := os.environ.pop(SHARED_VARIABLE, None):
-            with contextlib.suppress(ClusterError):
-                state = load(Path(path))
-                if state.spec == spec and state.is_whole():
-                    yield cls(state)
-                    return
+        shared = _shared_state(spec)
+        if shared is not None:
+            yield cls(shared)
+            return
         with cls.up(spec, quiet=quiet) as cluster:
             yield cluster
 
@@ -182,6 +180,15 @@ def _check(spec: ClusterSpec, name: str) -> None:
     shares = [spec.cpus_of(node, cores) for node in range(spec.nodes)]
     if any(share is not None and share < cpu_limits.MIN_CPUS for share in shares):
         raise ClusterError(f"a node needs at least {cpu_limits.MIN_CPUS:g} cpus")
+
+
+def _shared_state(spec: ClusterSpec) -> ClusterState | None:
+    """The state of the cluster that a study shares with this process, if it is intact."""
+    path = os.environ.pop(SHARED_VARIABLE, None)
+    with contextlib.suppress(ClusterError):
+        if path and (state := load(Path(path))).spec == spec and state.is_whole():
+            return state
+    return None
 
 
 def _build(state: ClusterState, idle: Collection[Path]) -> None:

@@ -29,6 +29,10 @@ FRAME_BYTES, PAYLOAD_BYTES = 1514, 1448
 IPV6 = Path("/proc/sys/net/ipv6")
 """Missing if the kernel has no IPv6; addrgenmode is unknown then."""
 
+FORGET_CONNECTIONS = "echo 1 2>/dev/null >/proc/sys/net/ipv4/tcp_no_metrics_save || :"
+"""Connections of a run must not start with what the kernel learned from those of earlier runs;
+fails where /proc/sys is read-only."""
+
 QUEUE_SECONDS = 0.05
 MIN_QUEUE_BYTES = 4 * 65536
 BURST_SECONDS = 0.00105
@@ -114,6 +118,7 @@ def connect(switch: Namespace, nodes: Sequence[Namespace], addresses: Sequence[s
     _batch(switch, "ip", lines)
     for node, address in zip(nodes, addresses, strict=False):
         _batch(node, "ip", ["link set lo up", *_add_address("eth0", address)])
+        node.run(["sh", "-c", FORGET_CONNECTIONS])
 
 
 def bridge(switch: Namespace, count: int) -> None:
