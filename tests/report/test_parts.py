@@ -148,4 +148,16 @@ def test_accuracies_at_chance_are_in_the_opening(tmp_path: Path) -> None:
     (tmp_path / "chance" / "one.lr-0.02").rename(folder.cells / "one.lr-0.02")
     document = to_document(collect(folder.path))
     last = document.headline.split("\n")[-1]
-    assert last.startswith("Test accuracy is not distinguishable from chance (1 in 10) with rate")
+    assert last.startswith("Test accuracy is not distinguishable from chance (0.10) with rate")
+
+
+def test_parts_with_the_same_answer_are_all_told(tmp_path: Path) -> None:
+    folder = write_study(tmp_path)
+    study = folder.read()
+    cells = tuple(dataclasses.replace(cell, trouble=None) for cell in study.cells)
+    folder.write(dataclasses.replace(study, cells=cells))
+    (folder.path / "cells").rename(tmp_path / "elsewhere")
+    document = to_document(collect(folder.path))
+    first, second = document.chapters[:2]
+    for chapter in (first, second):
+        assert f"{chapter.title}: Nothing was run yet." in document.headline

@@ -153,7 +153,7 @@ def _open(document: Document, collection: RunCollection, answers: Sequence[str])
     """
     parts = [chapter.name for chapter in collection.chapters]
     texts: list[str] = []
-    told: set[str] = set()
+    told: set[tuple[str, str]] = set()
     last_title = ""
     for reference in collection.answer or parts[:MAX_ANSWERS]:
         part, _, section_name = reference.partition(".")
@@ -165,9 +165,9 @@ def _open(document: Document, collection: RunCollection, answers: Sequence[str])
         text = (_section_answer(section) if section else "") or answer
         if section is None or section_name == VERDICT:
             section = next((one for one in page.sections if _first_figure([one])), None)
-        if text in told:
+        if (part, text) in told:
             continue
-        told.add(text)
+        told.add((part, text))
         # Two answers of one part have its title once.
         is_titled = page.title == last_title or text.startswith(f"{page.title}: ")
         texts.append(text if is_titled else f"{page.title}: {text}")
@@ -183,7 +183,7 @@ def _open(document: Document, collection: RunCollection, answers: Sequence[str])
     document.points = [
         (chapter.title, answer.removeprefix(f"{chapter.title}: "))
         for chapter, answer in zip(collection.chapters, answers, strict=True)
-        if answer not in told
+        if (chapter.name, answer) not in told
     ]
     return texts or [document.headline]
 
