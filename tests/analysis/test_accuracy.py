@@ -150,6 +150,16 @@ def test_more_configurations_need_a_clearer_accuracy(tmp_path: Path) -> None:
     assert len(find_chance_accuracy(groups)) == 6
 
 
+def test_chance_is_the_share_of_the_most_frequent_class(tmp_path: Path) -> None:
+    # A model that predicts 1 for every street number.
+    runs = [
+        open_run(write_run(tmp_path, FakeRun(data, {"data": data}, accuracy=0.1959)))
+        for data in ("svhn", "cifar10")
+    ]
+    groups = [RunGroup(run.config.data, [run]) for run in runs]
+    assert [one.label for one in find_chance_accuracy(groups)] == ["svhn"]
+
+
 def test_own_data_have_an_unknown_number_of_classes(tmp_path: Path) -> None:
     settings = {"data": "mine:set", "test_samples": 20}
     run = open_run(write_run(tmp_path, FakeRun("own", settings, accuracy=0.1)))
@@ -158,7 +168,7 @@ def test_own_data_have_an_unknown_number_of_classes(tmp_path: Path) -> None:
 
 def test_an_accuracy_at_chance_is_in_the_headline(tmp_path: Path) -> None:
     groups = [cell_of(tmp_path, "a", [0.11], 100), cell_of(tmp_path, "b", [0.9], 100)]
-    text = "not distinguishable from chance (1 in 10) with a (0.1100)"
+    text = "not distinguishable from chance (0.10) with a (0.1100)"
     assert text in headline(make_verdict(groups))
     assert "chance" not in headline(make_verdict(groups[1:]))
 

@@ -82,7 +82,8 @@ class ChanceAccuracy:
 
     label: str
     accuracy: float
-    classes: int
+    chance: float
+    """The accuracy of the best constant guess."""
     test_samples: int
 
 
@@ -90,28 +91,28 @@ def find_chance_accuracy(groups: Sequence[RunGroup]) -> list[ChanceAccuracy]:
     """Configurations whose accuracy is not above that of guessing, by a binomial test.
 
     Each is tested at 5% over the number of configurations, with the size of the test set as the
-    number of trials, since repeats share the test set. Data with an unknown number of classes are
-    not tested.
+    number of trials, since repeats share the test set. Guessing is to name the most frequent class.
+    Data with unknown frequencies are not tested.
     """
     tested = [
-        ChanceAccuracy(group.label, accuracy, classes, samples)
+        ChanceAccuracy(group.label, accuracy, chance, samples)
         for group in groups
         if (accuracy := group.mean_of("test_accuracy")) is not None
-        and (classes := _classes(group.config)) is not None
+        and (chance := _chance(group.config)) is not None
         and (samples := size_of_test_set(group.config)) is not None
     ]
     return [
         one
         for one in tested
-        if binomial_p(round(one.accuracy * one.test_samples), one.test_samples, 1 / one.classes)
+        if binomial_p(round(one.accuracy * one.test_samples), one.test_samples, one.chance)
         > ALPHA / len(tested)
     ]
 
 
-def _classes(config: RunConfig) -> int | None:
+def _chance(config: RunConfig) -> float | None:
     if config.data in OFFICIAL_SETS:
-        return OFFICIAL_SETS[config.data].classes
-    return DRAWN_CLASSES if config.data in DRAWN_SETS else None
+        return OFFICIAL_SETS[config.data].largest_class
+    return 1 / DRAWN_CLASSES if config.data in DRAWN_SETS else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,8 @@ class DatasetManifest:
     """Per channel, over all pixels of the training set scaled to [0, 1]."""
     std: tuple[float, ...]
     classes: int = 10
+    largest_class: float = 0.1
+    """Share of the most frequent class in the test set: the accuracy of a constant guess."""
     archive: ManifestFile | None = None
     terms: str | None = None
     """Terms of use, if the authors state any."""
@@ -180,6 +182,7 @@ MNIST = DatasetManifest(
     sample_shape=(1, 28, 28),
     mean=(0.1307,),
     std=(0.3081,),
+    largest_class=0.1135,
 )
 
 FASHION_MNIST = DatasetManifest(
@@ -314,6 +317,7 @@ SVHN = DatasetManifest(
     sample_shape=(3, 32, 32),
     mean=(0.4377, 0.4438, 0.4728),
     std=(0.1980, 0.2010, 0.1970),
+    largest_class=5099 / 26032,
     terms=_SVHN_TERMS,
 )
 
@@ -327,6 +331,7 @@ SVHN_EXTRA = DatasetManifest(
     sample_shape=(3, 32, 32),
     mean=SVHN.mean,
     std=SVHN.std,
+    largest_class=SVHN.largest_class,
     terms=_SVHN_TERMS,
 )
 

@@ -246,8 +246,9 @@ def chance_sentence(found: Sequence[ChanceAccuracy]) -> str:
     if not found:
         return ""
     names = listed([f"{one.label} ({one.accuracy:.4f})" for one in found], NAMED)
+    levels = " or ".join(f"{chance:.2f}" for chance in sorted({one.chance for one in found}))
     return (
-        f" Test accuracy is not distinguishable from chance (1 in {found[0].classes}) with {names}:"
+        f" Test accuracy is not distinguishable from chance ({levels}) with {names}:"
         " train longer or evaluate on more samples before comparing accuracies."
     )
 

@@ -111,8 +111,8 @@ def iteration_time(context: SectionContext) -> Iterator[Block]:
             "Mean, median and 95th percentile are computed for each worker without its first"
             " iteration, and averaged over the workers. First: the first iteration of the"
             " slowest worker. For asynchronous runs, the mean is the time in which all workers"
-            " together process as many samples as one iteration has. In parentheses and as"
-            " whiskers: min–max of the repeats."
+            " together process as many samples as one iteration has. ±: 95% confidence interval of"
+            " the mean over the repeats. In parentheses and as whiskers: min–max of the repeats."
         )
 
 
