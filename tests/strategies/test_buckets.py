@@ -114,19 +114,23 @@ class SparseGradient(nn.Module):
 
 @pytest.mark.parametrize("build", [SharedGradient, SparseGradient])
 @pytest.mark.parametrize("bucket_mib", ["0", "1"])
+@pytest.mark.parametrize("microbatches", [1, 2])
 def test_gradients_without_memory_of_their_own_are_summed_once(
-    build: type[nn.Module], bucket_mib: str
+    build: type[nn.Module], bucket_mib: str, microbatches: int
 ) -> None:
-    def work(communicator: Communicator) -> list[Tensor]:
+    def work(communicator: Communicator, microbatches: int = microbatches) -> list[Tensor]:
         replica = odd.build(communicator, toy.sgd(), build())
         strategy = odd.attached(create_strategy("overlap", {"bucket_mib": bucket_mib}), replica)
         inputs = torch.arange(4.0)
-        strategy.backward((replica.forward(inputs) / communicator.world_size).pow(2).sum())
+        for last in range(1 - microbatches, 1):
+            replica.is_last_microbatch = last == 0
+            loss = (replica.forward(inputs) / communicator.world_size).pow(2).sum()
+            strategy.backward(loss / microbatches)
         strategy.step()
         strategy.finish()
         return [weight.detach().clone() for weight in replica.model.parameters()]
 
-    [alone] = in_process.run(1, work)
+    [alone] = in_process.run(1, lambda communicator: work(communicator, microbatches=1))
     for weights in in_process.run(4, work):
         # Each of four ranks has a sixteenth of the gradient.
         for own, expected in zip(weights, alone, strict=True):

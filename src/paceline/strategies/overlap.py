@@ -27,7 +27,7 @@ from paceline.config.conversion import check_option
 from paceline.errors import RunError
 from paceline.measure.timeline import BusyTimer, Moment, busy_seconds, timeline_of
 from paceline.strategies.bucket_tuning import SIZES_MIB, BucketTuner, Choice, StepTimes
-from paceline.strategies.buckets import DEFAULT_MIB, Bucket, split, split_in_order
+from paceline.strategies.buckets import DEFAULT_MIB, Bucket, own_gradient, split, split_in_order
 from paceline.strategies.flat_buffer import check_same_kind
 from paceline.strategies.gradient_averaging import GradientAveraging
 from paceline.strategies.replica import Replica
@@ -138,6 +138,9 @@ class Overlap(GradientAveraging):
         def on_gradient(_weight: Tensor) -> None:
             if self.replica.is_last_microbatch:
                 self._on_gradient(index)
+            else:
+                # Autograd adds the gradient of the next microbatch in place.
+                own_gradient(self.replica.trainable[index])
 
         return on_gradient
 
