@@ -84,7 +84,8 @@ def test_weight_decay_shrinks_a_matrix_independently_of_the_gradient() -> None:
     torch.testing.assert_close(decayed, start * 0.95)
 
 
-def test_parameter_servers_reject_muon() -> None:
-    config = from_mapping({"optimizer": "muon", "strategy": "parameter_server"})
-    (problem,) = create_strategy("parameter_server", {}).check(config)
-    assert problem == "--optimizer muon: not supported by strategy parameter_server; use adamw"
+@pytest.mark.parametrize("strategy", ["parameter_server", "sharded", "shared", "fsdp"])
+def test_strategies_that_update_shards_reject_muon(strategy: str) -> None:
+    config = from_mapping({"optimizer": "muon", "strategy": strategy, "nproc_per_node": 2})
+    (problem,) = create_strategy(strategy, {}).check(config)
+    assert problem == f"--optimizer muon: not supported by strategy {strategy}; use adamw"

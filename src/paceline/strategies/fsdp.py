@@ -38,7 +38,7 @@ from paceline.strategies.sharded import (
     check_shardable,
     optimizer_weights,
 )
-from paceline.strategies.strategy import ModelShape, Strategy, check_uses_torch
+from paceline.strategies.strategy import ModelShape, Strategy, check_elementwise, check_uses_torch
 
 
 class _Collective:
@@ -112,11 +112,12 @@ class Fsdp(Strategy):
     """Shards the model with fully_shard; a single worker trains unsharded."""
 
     def check(self, config: RunConfig) -> list[str]:
-        is_compiled = config.compile and config.workers > 1
-        problems = (
-            ["--compile: not supported by strategy fsdp; remove one of them"] if is_compiled else []
-        )
-        return problems + check_uses_torch(config)
+        problems = check_uses_torch(config)
+        if config.workers > 1:
+            problems += check_elementwise(config)
+            if config.compile:
+                problems.append("--compile: not supported by strategy fsdp; remove one of them")
+        return problems
 
     def setup(self, replica: Replica) -> None:
         if replica.communicator.world_size == 1:

@@ -34,6 +34,7 @@ from paceline.comm.algorithms.ring import Ring
 from paceline.comm.buffers import chunk, chunk_begin
 from paceline.comm.communicator import Communicator
 from paceline.comm.cost import Cost, Network
+from paceline.config import RunConfig
 from paceline.errors import ConfigError
 from paceline.strategies.checkpoint_state import (
     CheckpointState,
@@ -44,7 +45,7 @@ from paceline.strategies.checkpoint_state import (
 from paceline.strategies.flat_buffer import FlatBuffer, padded_bytes
 from paceline.strategies.optimizer_step import FusedSgdStep, overflow, step_unless_overflow
 from paceline.strategies.replica import Replica
-from paceline.strategies.strategy import ModelShape, Strategy
+from paceline.strategies.strategy import ModelShape, Strategy, check_elementwise
 
 ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, RAdam, RMSprop, Rprop)
 
@@ -237,6 +238,9 @@ class ShardedCheckpointState(CheckpointState):
 
 class Sharded(Strategy):
     """Shards optimizer state (ZeRO stages 1 and 2)."""
+
+    def check(self, config: RunConfig) -> list[str]:
+        return check_elementwise(config)
 
     def setup(self, replica: Replica) -> None:
         check_shardable(replica.optimizer, "sharded")

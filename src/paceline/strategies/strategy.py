@@ -210,6 +210,14 @@ class CostModel(Protocol):
         """Return the predicted communication cost of one step."""
 
 
+def check_elementwise(config: RunConfig) -> list[str]:
+    """Return an error line if the optimizer cannot update shards of a weight separately."""
+    if config.optimizer != "muon":
+        return []
+    # Muon needs whole matrices.
+    return [f"--optimizer muon: not supported by strategy {config.strategy}; use adamw"]
+
+
 def check_uses_torch(config: RunConfig) -> list[str]:
     """Return an error line unless the run uses torch.distributed's process group."""
     if config.communicator == "torch":

@@ -1,7 +1,7 @@
 """A worker's requests to all servers, each of which holds a shard of the flat weights.
 
-A step has one request and one reply per server, and all requests are sent before the first reply is
-received.
+A step has one request and one reply per server. All requests of a synchronous step are sent before
+the first reply is received; an asynchronous one comes to server 0 after all others.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ServerClient:
     def __init__(
         self, connections: Sequence[Connection], elements: int, dtype: torch.dtype
     ) -> None:
-        """`memory` holds the flat gradients and weights of this worker."""
+        """`elements` and `dtype` are those of the flat weights."""
         is_shared = any(connection.is_same_node for connection in connections)
         with WorkerMemory.allocate(elements, dtype, is_shared) as (self.memory, name):
             self._servers = [

@@ -47,6 +47,7 @@ from paceline.strategies.strategy import (
     MakeOptimizer,
     ModelShape,
     ServerStrategy,
+    check_elementwise,
 )
 
 
@@ -94,14 +95,9 @@ class ParameterServer(ServerStrategy):
             problems.append(
                 "--precision fp16: not supported by strategy parameter_server; use bf16"
             )
-        if config.optimizer == "muon":
-            # Servers hold shards of the flat weights, and Muon needs whole matrices.
-            problems.append(
-                "--optimizer muon: not supported by strategy parameter_server; use adamw"
-            )
         if config.sync_bn and not self.synchronous:
             problems.append(f"--sync-bn: not supported with mode={self._mode}; use -o mode=sync")
-        return problems
+        return problems + check_elementwise(config)
 
     def setup(self, replica: Replica) -> None:
         _check(replica)

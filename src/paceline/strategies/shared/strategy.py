@@ -27,6 +27,7 @@ from paceline.comm.communicator import Communicator
 from paceline.comm.cost import Cost, Network
 from paceline.comm.hierarchical import NodeGroups, split_by_node
 from paceline.comm.shm.segment import SharedSegment, aligned_offsets
+from paceline.config import RunConfig
 from paceline.errors import ConfigError
 from paceline.strategies.flat_buffer import FlatBuffer, padded_bytes
 from paceline.strategies.replica import Replica
@@ -48,7 +49,7 @@ from paceline.strategies.shared.linear_factors import (
     factor_bytes,
     layers_to_factor,
 )
-from paceline.strategies.strategy import ModelShape, Strategy
+from paceline.strategies.strategy import ModelShape, Strategy, check_elementwise
 
 MIN_SHARD_BYTES = 512 * 1024
 
@@ -94,6 +95,9 @@ def shard_count(weights: Sequence[nn.Parameter], ranks: int) -> int:
 
 class SharedWeights(Strategy):
     """Shares weights and optimizer state among the ranks of a host."""
+
+    def check(self, config: RunConfig) -> list[str]:
+        return check_elementwise(config)
 
     def setup(self, replica: Replica) -> None:
         check_shardable(replica.optimizer, "shared")
