@@ -78,6 +78,20 @@ def test_vectors_are_updated_by_adamw() -> None:
     torch.testing.assert_close(stepped(start, gradients, **settings), weight.detach())
 
 
+def test_loaded_state_is_on_the_device_of_its_weight() -> None:
+    """Checkpoints are loaded to main memory, and the kernel for a GPU reads `step` there."""
+    weight = nn.Parameter(random_tensor(3))
+    optimizer = Muon([weight])
+    weight.grad = random_tensor(3, seed=1)
+    optimizer.step()
+    elsewhere = Muon([nn.Parameter(torch.empty(3, device="meta"))])
+    elsewhere.load_state_dict(optimizer.state_dict())
+    (state,) = elsewhere.state.values()
+    assert {name: value.device.type for name, value in state.items()} == dict.fromkeys(
+        ("step", "exp_avg", "exp_avg_sq"), "meta"
+    )
+
+
 def test_weight_decay_shrinks_a_matrix_independently_of_the_gradient() -> None:
     start = random_tensor(4, 5)
     decayed = stepped(start, [torch.zeros(4, 5)], lr=0.1, weight_decay=0.5)

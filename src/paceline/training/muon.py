@@ -44,6 +44,8 @@ class Muon(Optimizer):
             "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
+            # `load_state_dict` moves `step` to the device of its weight, as the kernel requires.
+            "fused": True,
         }
         super().__init__(params, defaults)
 
