@@ -324,3 +324,12 @@ def test_an_unknown_study_is_rejected_with_the_nearest_name() -> None:
 def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"cannot read .*none\.yaml: No such file"):
         load(tmp_path / "none.yaml")
+
+
+def test_a_model_without_options_is_imported_only_by_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A cell whose model needs more than this machine has must not stop the other cells.
+    (tmp_path / "needs_more.py").write_text("import no_such_package\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    check_parts(planned(tmp_path, "base: {model: 'needs_more:Network'}\ngrid: {lr: [0.1, 0.2]}"))

@@ -30,6 +30,7 @@ def validate(config: RunConfig) -> Strategy:
             problems.append(str(error))
     if problems:
         raise ConfigError(problems)
+    MODELS.load(config.model)
     DATASETS.load(config.data)
     return check_parts(config)
 

@@ -66,9 +66,9 @@ def build_model(
 
 def model_options(name: str, options: Mapping[str, str]) -> dict[str, Any]:
     """Return `options` as keyword arguments of a model; a ConfigError has every invalid one."""
-    factory = MODELS.load(name)
     if not options:
         return {}
+    factory = MODELS.load(name)
     try:
         given = _data_parameters(factory)
         return convert_options(
