@@ -47,7 +47,8 @@ PRELOADED = (
 """What a new server imports: commands, nodes and workers, with torch."""
 
 MESSAGE_BYTES = 1 << 20
-MAX_FILES = 16
+MAX_FILES = 253
+"""As many as the kernel passes with a message."""
 ADOPTION_SECONDS = 20.0
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
 _POLL_SECONDS = 0.001
