@@ -38,6 +38,15 @@ BASE = """
       sample_seconds: 0.2
 """
 
+COLD = """
+import sys
+from paceline.cli import main
+from paceline.launch.fork_server import ForkServer
+ForkServer.fork = lambda: None
+sys.exit(main(sys.argv[1:]))
+"""
+"""`paceline` with workers that are new interpreters; nodes of a cluster still fork theirs."""
+
 TROUBLED = """
 import os, signal, time
 import torch
@@ -97,8 +106,10 @@ def results(text: str, starter: PrewarmedStarter, tmp_path: Path) -> tuple[list[
             continue
         warm.append(json.loads((folder.cells / cell.run / "result.json").read_text()))
         words = train_argv(plan.configs[cell.id])
+        assert words[:2] == ["-m", "paceline"]
         name = f"cold-{len(cold)}"
-        command = [sys.executable, *words, "--out", str(tmp_path), "--name", name]
+        flags = ["--out", str(tmp_path), "--name", name]
+        command = [sys.executable, "-c", COLD, *words[2:], *flags]
         subprocess.run(command, check=True, timeout=LIMIT_SECONDS)
         cold.append(json.loads((tmp_path / name / "result.json").read_text()))
     return warm, cold
