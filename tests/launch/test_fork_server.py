@@ -66,6 +66,25 @@ def test_forks_have_random_numbers_of_their_own(server: ForkServer) -> None:
     assert not set(one) & set(other)
 
 
+def test_a_fork_inherits_all_files_that_are_meant_for_it(server: ForkServer) -> None:
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(20)]
+    try:
+        process = start_python(
+            server,
+            ["-m", "tests.support.report_process"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            inherited=files,
+        )
+    finally:
+        for file in files:
+            os.close(file)
+    assert process.stdout is not None
+    with process.stdout as output:
+        assert len(json.loads(output.read())["files"]) == 3 + 20
+    assert process.wait(20) == 7
+
+
 def test_a_fork_ends_by_a_signal_like_any_process(server: ForkServer) -> None:
     process = start_python(server, SLEEPER)
     with pytest.raises(subprocess.TimeoutExpired):
