@@ -10,7 +10,7 @@ affects all of them equally. They share model, batch, optimizer and loop:
 - `allreduce`: `allreduce -o flat=true`, over gloo, without a server
 - `server/sync`, `server/async`: `parameter_server`
 - `rpc/sync`, `rpc/async`: the batch-updating parameter server of PyTorch's RPC tutorial, with one
-  flat tensor per message and the same fused optimizer
+  flat tensor per message and the same optimizer step
 
 With `--before DIR`, a checkout of an earlier version with its `.venv`: complete runs of both
 versions alternate, on an emulated node of half a core (softmax), and with two local workers. Their
@@ -45,6 +45,7 @@ from paceline.comm.torch_distributed import connect
 from paceline.measure.machine import hardware, software
 from paceline.strategies import create_strategy
 from paceline.strategies.flat_buffer import FlatBuffer
+from paceline.strategies.optimizer_step import FusedSgdStep
 from paceline.strategies.replica import Replica
 from paceline.strategies.strategy import Strategy
 
@@ -180,7 +181,7 @@ class RpcServer:
 
     def __init__(self, weights: Tensor, is_synchronous: bool) -> None:
         self._weights = nn.Parameter(weights)
-        self._optimizer = strategies.optimizer_of([self._weights])
+        self._step = FusedSgdStep(strategies.optimizer_of([self._weights]))
         self._is_synchronous = is_synchronous
         self._lock = Lock()
         self._future: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -195,7 +196,7 @@ class RpcServer:
                 for other in others:
                     first.add_(other)
                 self._weights.grad = first
-                self._optimizer.step()
+                self._step()
                 weights = self._weights.detach()
                 future.set_result(weights if self._is_synchronous else weights.clone())
                 self._gradients, self._future = [], torch.futures.Future()
