@@ -188,13 +188,17 @@ def phases(context: SectionContext) -> Iterator[Block]:
 def phases_answer(splits: Sequence[GroupPhases]) -> str:
     """How an iteration of the fastest and the slowest divides, and who overlaps most."""
     several = [one for one in splits if one.group.workers > 1] or splits
-    ranked = sorted(several, key=lambda one: one.split.total)
+    # Iterations of different batch sizes are different amounts of work.
+    ranked = sorted(several, key=lambda one: one.split.total / one.group.config.global_batch_size)
     if len(ranked) == 1:
         return f"An iteration of {ranked[0].group.label} is {_division(ranked[0].split)}."
     fastest, slowest = ranked[0], ranked[-1]
+    sizes = {one.group.config.global_batch_size for one in several}
+    unit = " per sample" if len(sizes) > 1 else ""
     text = (
-        f"An iteration is {_division(fastest.split)} with {fastest.group.label} (the fastest);"
-        f" {_division(slowest.split)} with {slowest.group.label} (the slowest)."
+        f"An iteration is {_division(fastest.split)} with {fastest.group.label} (the"
+        f" fastest{unit}); {_division(slowest.split)} with {slowest.group.label} (the"
+        f" slowest{unit})."
     )
     overlapped = [
         (share, one.group.label)
