@@ -148,7 +148,8 @@ def test_accuracies_at_chance_are_in_the_opening(tmp_path: Path) -> None:
     (tmp_path / "chance" / "one.lr-0.02").rename(folder.cells / "one.lr-0.02")
     document = to_document(collect(folder.path))
     last = document.headline.split("\n")[-1]
-    assert last.startswith("Test accuracy is not distinguishable from chance (0.10) with rate")
+    cause = "Test accuracy is not distinguishable from chance (0.10) with The first part: rate 0.02"
+    assert last.startswith(cause)
 
 
 def test_parts_with_the_same_answer_are_all_told(tmp_path: Path) -> None:

@@ -178,7 +178,7 @@ def _open(document: Document, collection: RunCollection, answers: Sequence[str])
     troubled = [group for group in collection.groups if _did_not_finish(group)]
     if troubled:
         texts.append(f"{len(troubled)} of {_count(collection.groups)} did not finish.")
-    texts += _warnings(collection.groups)
+    texts += _warnings(collection)
     document.headline = "\n".join(texts) or document.headline
     document.points = [
         (chapter.title, answer.removeprefix(f"{chapter.title}: "))
@@ -188,12 +188,15 @@ def _open(document: Document, collection: RunCollection, answers: Sequence[str])
     return texts or [document.headline]
 
 
-def _warnings(groups: Sequence[RunGroup]) -> list[str]:
+def _warnings(collection: RunCollection) -> list[str]:
     """What may invalidate the figures of any part, which the answers of sections do not say."""
-    sentences = (
-        chance_sentence(find_chance_accuracy(groups)),
-        rerun_sentence(find_contention(groups)),
-    )
+    # As in the verdict of each part; several parts may have a configuration of the same label.
+    at_chance = [
+        replace(one, label=f"{chapter.title}: {one.label}")
+        for chapter in collection.chapters
+        for one in find_chance_accuracy(chapter.groups)
+    ]
+    sentences = (chance_sentence(at_chance), rerun_sentence(find_contention(collection.groups)))
     return [sentence.strip() for sentence in sentences if sentence]
 
 
