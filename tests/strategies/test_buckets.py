@@ -90,6 +90,29 @@ def test_large_gradient_is_reduced_where_autograd_put_it() -> None:
     assert torch.equal(weight.grad, expected)
 
 
+def test_large_gradient_is_not_copied_during_the_backward_pass() -> None:
+    """Autograd itself must not count as another user of the memory while it calls the hook."""
+
+    def work(communicator: Communicator) -> None:
+        model, addresses = nn.Linear(4, 4, bias=False), []
+
+        def record(weight: Tensor) -> None:
+            assert weight.grad is not None
+            addresses.append(weight.grad.data_ptr())
+
+        # Hooks run in the order of their registration: this one before that of the strategy.
+        model.weight.register_post_accumulate_grad_hook(record)
+        replica = odd.build(communicator, toy.sgd(), model)
+        strategy = odd.attached(create_strategy("overlap", {"bucket_mib": "0"}), replica)
+        strategy.backward(replica.forward(torch.ones(2, 4)).sum())
+        record(model.weight)
+        strategy.step()
+        strategy.finish()
+        assert addresses == [addresses[0]] * 2
+
+    in_process.run(2, work)
+
+
 class SharedGradient(nn.Module):
     """Autograd gives both weights the same memory as their gradient."""
 
