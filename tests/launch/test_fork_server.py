@@ -61,6 +61,13 @@ def test_a_fork_has_what_a_new_process_has(server: ForkServer) -> None:
     assert forked == cold
 
 
+def test_a_fork_resolves_relative_search_paths(
+    server: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "src")
+    assert description(server)["path"] == description(None)["path"]
+
+
 def test_forks_have_random_numbers_of_their_own(server: ForkServer) -> None:
     one, other = description(server)["random"], description(server)["random"]
     assert not set(one) & set(other)

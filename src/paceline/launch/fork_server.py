@@ -425,11 +425,14 @@ def _become(request: dict[str, Any], files: Sequence[int]) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     _reopen_streams()
-    searched = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    listed = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    # As an interpreter does; an entry may be relative.
+    searched = [os.path.abspath(path) for path in listed]  # noqa: PTH100
     first = [] if sys.flags.safe_path else [request["folder"]]
     # The first entry is the folder of the server's own program.
     rest = sys.path if sys.flags.safe_path else sys.path[1:]
-    sys.path[:] = [*first, *searched, *(path for path in rest if path not in searched)]
+    others = (path for path in rest if os.path.abspath(path) not in searched)  # noqa: PTH100
+    sys.path[:] = [*first, *searched, *others]
     sys.argv[:] = [request["module"], *request["arguments"]]
     log = logging.getLogger("paceline")
     log.handlers.clear()
