@@ -288,6 +288,21 @@ def test_cells_of_another_model_are_not_compared(tmp_path: Path) -> None:
     assert texts(verdict, "Ranked separately")[0].startswith("softmax on digits: ")
 
 
+def test_models_compare_by_the_time_to_the_same_target(tmp_path: Path) -> None:
+    for name, model, seconds in (("a", "lenet", 2.0), ("b", "softmax", 1.0)):
+        settings = {"model": model, "target_accuracy": 0.8}
+        write_run(tmp_path, FakeRun(name, settings, seconds_to_target=seconds))
+    text = headline(judged(tmp_path))
+    assert "fastest: 1.00 s to the target" in text
+    assert "Of lenet" not in text
+
+
+def test_models_are_not_compared_where_none_reached_the_target(tmp_path: Path) -> None:
+    for name, model in (("a", "lenet"), ("b", "softmax")):
+        write_run(tmp_path, FakeRun(name, {"model": model, "target_accuracy": 0.8}, accuracy=0.7))
+    assert headline(judged(tmp_path)).startswith("Not compared")
+
+
 def test_no_winner_is_named_where_no_two_cells_are_alike(tmp_path: Path) -> None:
     write_run(tmp_path, FakeRun("a"))
     write_run(tmp_path, FakeRun("b", {"model": "softmax"}, [{"forward": 0.002}]))

@@ -20,7 +20,7 @@ from paceline.analysis.accuracy import (
 from paceline.analysis.communication import read_comm_measurements
 from paceline.analysis.contention import CpuContention, find_contention
 from paceline.analysis.phases import Bottleneck, Explanation, explain, find_bottleneck
-from paceline.analysis.ranking import RankedGroup, Ranking, rank_groups
+from paceline.analysis.ranking import TO_TARGET, RankedGroup, Ranking, rank_groups
 from paceline.analysis.ranks import Straggler, find_straggler
 from paceline.analysis.recommendations import Recommendation, recommend
 from paceline.analysis.run_group import RunGroup
@@ -166,11 +166,17 @@ def rank(verdict: Verdict, disturbed: Collection[str] = ()) -> None:
 
 
 def _by_kind(groups: Sequence[RunGroup]) -> dict[tuple[str, str], list[RunGroup]]:
-    """Configurations with a finished run by model and data, across which times do not compare."""
+    """Configurations with a finished run by model and data, across which times do not compare.
+
+    Times to the same target accuracy on the same data do, whatever the model.
+    """
+    finished = [group for group in groups if group.finished]
+    has_same_data = len({group.config.data for group in finished}) == 1
+    is_race = has_same_data and rank_groups(finished).name == TO_TARGET
     kinds: dict[tuple[str, str], list[RunGroup]] = {}
-    for group in groups:
-        if group.finished:
-            kinds.setdefault((group.config.model_text, group.config.data), []).append(group)
+    for group in finished:
+        model = "any" if is_race else group.config.model_text
+        kinds.setdefault((model, group.config.data), []).append(group)
     return kinds
 
 
