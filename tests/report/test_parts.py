@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import shutil
 from pathlib import Path
@@ -150,6 +151,17 @@ def test_accuracies_at_chance_are_in_the_opening(tmp_path: Path) -> None:
     last = document.headline.split("\n")[-1]
     cause = "Test accuracy is not distinguishable from chance (0.10) with The first part: rate 0.02"
     assert last.startswith(cause)
+
+
+def test_contention_is_in_the_opening_once(tmp_path: Path) -> None:
+    folder = write_study(tmp_path)
+    file = folder.cells / "one.lr-0.01" / "result.json"
+    result = json.loads(file.read_text())
+    result["nodes"][0] |= {"cpu_percent_mean": 60.0, "machine_cpu_percent_mean": 100.0}
+    file.write_text(json.dumps(result))
+    document = to_document(collect(folder.path))
+    assert document.headline.count("rerun on a quiet machine") == 1
+    assert document.headline.split("\n")[-1].startswith("Other processes used up to ")
 
 
 def test_parts_with_the_same_answer_are_all_told(tmp_path: Path) -> None:

@@ -168,6 +168,9 @@ def _open(document: Document, collection: RunCollection, answers: Sequence[str])
         if (part, text) in told:
             continue
         told.add((part, text))
+        # A warning below says it once for all parts.
+        contention = find_contention(collection.chapters[number].groups)
+        text = text.removesuffix(rerun_sentence(contention))
         # Two answers of one part have its title once.
         is_titled = page.title == last_title or text.startswith(f"{page.title}: ")
         texts.append(text if is_titled else f"{page.title}: {text}")
