@@ -372,7 +372,10 @@ def test_help_does_not_import_torch() -> None:
         ("report", "paceline report needs PATH: a run, a folder of runs, or a study's folder"),
         ("study rn first-look", "unknown action 'rn': did you mean run?"),
         ("study run first-look --dry", "unknown flag --dry: did you mean --dry-run?"),
-        ("study run first-look --scale all", "--scale: must be one of quick, full, got 'all'"),
+        (
+            "study run first-look --scale all",
+            "--scale: must be one of quick, real, full, got 'all'",
+        ),
         ("ui --port http", "--port: must be a whole number, got 'http'"),
         ("train --quiet=yes", "--quiet: takes no value, got 'yes'"),
     ],

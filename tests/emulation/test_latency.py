@@ -132,6 +132,7 @@ def test_ipv6_is_not_configured_without_kernel_support(
 ) -> None:
     commands: list[str] = []
     monkeypatch.setattr(network, "_batch", lambda namespace, tool, lines: commands.extend(lines))
+    monkeypatch.setattr(Namespace, "run", lambda namespace, argv: "")
     monkeypatch.setattr(network, "IPV6", tmp_path / "missing")
     switch = Namespace(ProcessId(1, 1), 1, is_of_user=False)
     network.connect(switch, [switch], ["10.0.0.1", "10.0.0.2"])

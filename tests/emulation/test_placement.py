@@ -55,7 +55,7 @@ def test_clusters_that_are_made_at_the_same_moment_get_different_cores(
     clusters = [state.ClusterState(state.path_of(name), parse("nodes=1,cpus=1")) for name in "ab"]
     for cluster in clusters:
         cluster.create()
-    threads = [Thread(target=emulated._limit_cpus, args=(cluster,)) for cluster in clusters]
+    threads = [Thread(target=emulated._limit_cpus, args=(cluster, ())) for cluster in clusters]
     for thread in threads:
         thread.start()
     for thread in threads:

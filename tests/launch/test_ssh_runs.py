@@ -27,6 +27,7 @@ from tests.support.commands import (
     are_gone,
     is_training,
     names_in,
+    rank_of,
     train,
     wait_until,
 )
@@ -92,13 +93,13 @@ class Machines:
         assert switch is not None
         return shlex.join(switch.command(["ssh", "-F", str(self._folder / "ssh_config")]))
 
-    def remote_processes(self, word: str = "paceline") -> list[psutil.Process]:
-        """What the servers have started, and what that has, by a word of their commands."""
+    def remote_processes(self) -> list[psutil.Process]:
+        """Processes of paceline that the servers have started, directly or not."""
         return [
             process
             for server in self.servers
             for process in psutil.Process(server.pid).children(recursive=True)
-            if word in command_of(process)
+            if "paceline" in command_of(process)
         ]
 
     def both_train(self, name: str) -> bool:
@@ -168,11 +169,7 @@ def test_a_killed_worker_on_a_host_ends_all_with_one_cause(
     with train(machines.out, **settings) as command:
         wait_until(lambda: machines.both_train("struck"), "both hosts train")
         processes = machines.remote_processes()
-        [victim] = [
-            process
-            for process in machines.remote_processes("paceline.launch.child_main")
-            if process.environ()["RANK"] == "1"
-        ]
+        [victim] = [process for process in processes if rank_of(process) == 1]
         victim.kill()
         ended = command.end()
     cause = "rank 1 was killed by SIGKILL"

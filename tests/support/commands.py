@@ -148,12 +148,21 @@ def workers_of(launcher: int) -> dict[int, psutil.Process]:
     found = {}
     with contextlib.suppress(psutil.NoSuchProcess):
         for child in psutil.Process(launcher).children():
-            with contextlib.suppress(psutil.Error):
-                if warm := re.fullmatch(r"worker (\d+)", child.name()):
-                    found[int(warm[1])] = child
-                elif "paceline.launch.child_main" in child.cmdline():
-                    found[int(child.environ()["RANK"])] = child
+            rank = rank_of(child)
+            if rank is not None:
+                found[rank] = child
     return found
+
+
+def rank_of(process: psutil.Process) -> int | None:
+    """Return the rank of a worker process; None for any other process."""
+    with contextlib.suppress(psutil.Error, KeyError):
+        # A fork has the command line and the first environment of its server.
+        if forked := re.fullmatch(r"worker (\d+)", process.name()):
+            return int(forked[1])
+        if "paceline.launch.child_main" in process.cmdline():
+            return int(process.environ()["RANK"])
+    return None
 
 
 def wait_until(condition: Callable[[], Any], what: str) -> None:

@@ -21,7 +21,7 @@ import psutil
 from paceline.config.cluster_spec import parse
 from paceline.emulation.cluster import EmulatedCluster
 from paceline.training.checkpoint import iterations
-from tests.support.commands import HERE, TINY, Ended, flags
+from tests.support.commands import HERE, TINY, Ended, flags, rank_of
 from tests.support.node_commands import set_link
 
 MACHINES = 3
@@ -163,9 +163,8 @@ class RayMachines:
         """Return the worker process of a rank."""
         for machine in range(MACHINES):
             for process in self.workers_on(machine):
-                with contextlib.suppress(psutil.Error, KeyError):
-                    if process.environ()["RANK"] == str(rank):
-                        return process
+                if rank_of(process) == rank:
+                    return process
         return None
 
     def workers_on(self, machine: int) -> list[psutil.Process]:
@@ -173,7 +172,7 @@ class RayMachines:
         for pid in self.cluster.processes(machine):
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(pid)
-                if "paceline.launch.child_main" in process.cmdline():
+                if rank_of(process) is not None:
                     found.append(process)
         return found
 

@@ -47,7 +47,8 @@ for line in sys.stdin:
         store.save(iteration, {"iteration": iteration, "weights": weights})
         on_disk = iteration if mode == "sync" else iteration - 1
         if on_disk >= int(first):
-            print(on_disk, flush=True)
+            # Not `print`, which may write the end of the line separately.
+            os.write(1, f"{on_disk}\\n".encode())
     os._exit(1)
 """
 

@@ -95,7 +95,7 @@ def test_startup_time_is_split_and_counts_as_other(
     _, result = train(tmp_path, iterations=2)
     (worker,) = result["workers"]
     startup = worker["startup_seconds"]
-    assert set(startup) == {"imports", "rendezvous", "data", "model"}
+    assert set(startup) == {"imports", "launch", "rendezvous", "data", "model"}
     assert startup["data"] >= 0.2
     assert startup["model"] >= 0.1
     assert startup["rendezvous"] == 0
