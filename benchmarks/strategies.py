@@ -263,7 +263,7 @@ def measure(
     updates = {}
     for name, strategy in strategies.items():
         # Bucket sizes settle in the first updates; then all ranks agree on the updates per block.
-        seconds = [update(strategy, inputs, labels) for _ in range(FIRST_UPDATES)][-1]
+        seconds = block(strategy, inputs, labels, FIRST_UPDATES)[-1]
         agreed = torch.tensor([seconds], dtype=torch.float64)
         communicator.all_reduce(agreed, "control").wait()
         updates[name] = max(2, round(SECONDS_PER_BLOCK * communicator.world_size / float(agreed)))
@@ -275,9 +275,9 @@ def measure(
             communicator.barrier().wait()
             sent = communicator.traffic.counts["gradients"].bytes_sent
             sent += communicator.traffic.counts["parameters"].bytes_sent
-            block = [update(strategies[name], inputs, labels) for _ in range(updates[name])]
-            results[name].block_seconds.append(statistics.median(block))
-            results[name].updates += len(block)
+            seconds_of = block(strategies[name], inputs, labels, updates[name])
+            results[name].block_seconds.append(statistics.median(seconds_of))
+            results[name].updates += len(seconds_of)
             results[name].bytes_sent += (
                 communicator.traffic.counts["gradients"].bytes_sent
                 + communicator.traffic.counts["parameters"].bytes_sent
@@ -324,6 +324,15 @@ def forget(strategy: Strategy) -> None:
     replica.clock.seconds.update(dict.fromkeys(replica.clock.seconds, 0.0))
     replica.exposed.clear()
     replica.hidden_exchange_seconds = 0.0
+
+
+def block(strategy: Strategy, inputs: Tensor, labels: Tensor, count: int) -> list[float]:
+    """Run updates and return the seconds of each on this rank."""
+    seconds = [update(strategy, inputs, labels) for _ in range(count)]
+    if strategy.meter is not None:
+        # Other workers may wait for an update that this one has not pushed yet.
+        strategy.meter.settle()
+    return seconds
 
 
 def update(strategy: Strategy, inputs: Tensor, labels: Tensor) -> float:
