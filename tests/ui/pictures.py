@@ -129,7 +129,12 @@ def dress(page: Any, look: Look) -> None:
 def settle(page: Any, name: str) -> None:
     """Wait for what the server pushes; of the list, tick two runs and leave it so."""
     script = {
-        "ui-list": "return document.querySelectorAll('#runs tr').length > 7",
+        # A study with many runs is closed unless the list is filtered.
+        "ui-list": """
+            const filter = document.getElementById("filter");
+            filter.value = ".r1";
+            filter.dispatchEvent(new Event("input"));
+            return document.querySelectorAll("tr.cell").length > 5""",
         "ui-run": "return document.querySelectorAll('#accuracy .dot').length > 4",
     }.get(name, "return document.querySelectorAll('svg.chart').length > 2")
     WebDriverWait(page, LIMIT_SECONDS, 0.3).until(lambda _: page.execute_script(script))
