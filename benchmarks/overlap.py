@@ -160,13 +160,13 @@ def run(cluster: EmulatedCluster | None, job: Job) -> Iterator[dict[str, list[Me
             command = cluster.command(rank, words) if cluster else words
             processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
         for _ in job.cells:
-            told = []
+            replies = []
             for process in processes:
                 assert process.stdout is not None
                 if not (line := process.stdout.readline()):
                     raise SystemExit("a worker failed")
-                told.append(json.loads(line))
-            yield {name: [Measured(**each[name]) for each in told] for name in STRATEGIES}
+                replies.append(json.loads(line))
+            yield {name: [Measured(**each[name]) for each in replies] for name in STRATEGIES}
         for process in processes:
             process.wait(PATIENCE_SECONDS)
     finally:

@@ -103,7 +103,9 @@ def run_process(pipe: Pipe) -> None:
             rank, ports, model, rounds = pipe.recv()
         except EOFError:
             return
-        everybody = Rendezvous(rank, WORKERS + 1, "127.0.0.1", ports[0], name="everybody").join()
+        all_processes = Rendezvous(
+            rank, WORKERS + 1, "127.0.0.1", ports[0], name="all_processes"
+        ).join()
         modes = tuple(name for name in CONTENDERS if name in strategies.MODES)
         cell = strategies.Cell(model, modes, BATCH_PER_WORKER, rounds)
         rpc.init_rpc(
@@ -115,7 +117,7 @@ def run_process(pipe: Pipe) -> None:
             ),
         )
         if rank == WORKERS:
-            strategies.host_servers(everybody, WORKERS, cell)
+            strategies.host_servers(all_processes, WORKERS, cell)
             pipe.send(None)
         else:
             own = Rendezvous(
@@ -123,7 +125,7 @@ def run_process(pipe: Pipe) -> None:
             )
             with (
                 connect(own) as communicator,
-                strategies.servers_of(everybody, communicator, cell) as servers,
+                strategies.servers_of(all_processes, communicator, cell) as servers,
             ):
                 contenders = {
                     name: strategies.attach(

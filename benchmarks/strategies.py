@@ -195,16 +195,16 @@ def serve(pipe: Pipe) -> None:
             rank, world, port, cells = pipe.recv()
         except EOFError:
             return
-        everybody = Rendezvous(rank, world + 1, "127.0.0.1", port, name="everybody").join()
+        all_processes = Rendezvous(rank, world + 1, "127.0.0.1", port, name="all_processes").join()
         if rank == world:
             for cell in cells:
-                host_servers(everybody, world, cell)
+                host_servers(all_processes, world, cell)
             pipe.send(None)
             continue
         own = Rendezvous(rank, world, "127.0.0.1", port, serves_store=False, name="workers")
         with connect(own) as communicator:
             for cell in cells:
-                with servers_of(everybody, communicator, cell) as servers:
+                with servers_of(all_processes, communicator, cell) as servers:
                     pipe.send(measure(communicator, cell, servers))
             communicator.barrier().wait()
 

@@ -120,7 +120,7 @@ def two_sided_p(statistic: float, degrees: float) -> float:
 
 
 def binomial_p(successes: int, trials: int, chance: float) -> float:
-    """The chance of at least so many successes, each with probability `chance`."""
+    """The probability of at least this many successes, each with probability `chance`."""
     return 1.0 if successes <= 0 else _incomplete_beta(successes, trials - successes + 1, chance)
 
 

@@ -153,7 +153,7 @@ def _open(document: Document, collection: RunCollection, answers: Sequence[str])
     """
     parts = [chapter.name for chapter in collection.chapters]
     texts: list[str] = []
-    told: set[tuple[str, str]] = set()
+    given: set[tuple[str, str]] = set()
     last_title = ""
     for reference in collection.answer or parts[:MAX_ANSWERS]:
         part, _, section_name = reference.partition(".")
@@ -165,9 +165,9 @@ def _open(document: Document, collection: RunCollection, answers: Sequence[str])
         text = (_section_answer(section) if section else "") or answer
         if section is None or section_name == VERDICT:
             section = next((one for one in page.sections if _first_figure([one])), None)
-        if (part, text) in told:
+        if (part, text) in given:
             continue
-        told.add((part, text))
+        given.add((part, text))
         # A warning below says it once for all parts.
         contention = find_contention(collection.chapters[number].groups)
         text = text.removesuffix(rerun_sentence(contention))
@@ -186,7 +186,7 @@ def _open(document: Document, collection: RunCollection, answers: Sequence[str])
     document.points = [
         (chapter.title, answer.removeprefix(f"{chapter.title}: "))
         for chapter, answer in zip(collection.chapters, answers, strict=True)
-        if (chapter.name, answer) not in told
+        if (chapter.name, answer) not in given
     ]
     return texts or [document.headline]
 
