@@ -167,7 +167,9 @@ def test_requesting_a_batch_does_not_change_the_previous_one() -> None:
     assert torch.equal(first, kept)
 
 
-@pytest.mark.parametrize("kinds", [(), ("crop",), ("flip",), ("cutout",), ALL_KINDS])
+@pytest.mark.parametrize(
+    "kinds", [(), ("crop",), ("flip",), ("alternate_flip",), ("cutout",), ALL_KINDS]
+)
 @pytest.mark.parametrize("weights", [[1, 1], [1, 1, 1], [5, 1, 0, 2]])
 def test_shards_are_augmented_like_the_global_batch(
     kinds: tuple[str, ...], weights: list[float]
@@ -199,6 +201,26 @@ def test_repeated_batch_is_bit_identical() -> None:
     path.batch(0, 3)
     assert torch.equal(path.batch(2, 1)[0], before)
     assert torch.equal(make_pipeline(split, augment=ALL_KINDS).batch(2, 1)[0], before)
+
+
+def test_alternate_flip_shows_each_sample_once_in_each_orientation_in_two_epochs() -> None:
+    """By sample, not by position: the order of samples changes between the epochs."""
+    split = image_split(samples=200)
+    path = make_pipeline(split, batch_size=200, augment=("alternate_flip",), seed=3)
+    images = plain(split.inputs)
+    flipped = []
+    for epoch in range(3):
+        rows = path.order.permutation(epoch)
+        inputs, _ = path.batch(epoch, 0)
+        is_flipped = torch.empty(200, dtype=torch.bool)
+        is_flipped[rows] = (inputs - images[rows].flip(3)).abs().amax((1, 2, 3)) < 1e-5
+        expected = torch.where(is_flipped.view(-1, 1, 1, 1), images.flip(3), images)
+        torch.testing.assert_close(inputs, expected[rows])
+        flipped.append(is_flipped)
+    # Five standard deviations of fair coin flips.
+    assert abs(int(flipped[0].sum()) - 100) < 36
+    assert torch.equal(flipped[1], ~flipped[0])
+    assert torch.equal(flipped[2], flipped[0])
 
 
 def test_augmentation_differs_by_seed_and_epoch() -> None:
@@ -309,12 +331,15 @@ def test_evaluation_does_not_modify_float_inputs() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kinds", [ALL_KINDS, ("shift", "alternate_flip")])
 @pytest.mark.parametrize("resident", [True, False])
-def test_gpu_batches_equal_cpu_batches(resident: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_batches_equal_cpu_batches(
+    resident: bool, kinds: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("paceline.data.pipeline._MAX_GPU_MEMORY_FRACTION", 0.5 if resident else 0.0)
     split = image_split()
-    on_cpu = make_pipeline(split, augment=ALL_KINDS)
-    on_gpu = make_pipeline(split, augment=ALL_KINDS, device="cuda")
+    on_cpu = make_pipeline(split, augment=kinds)
+    on_gpu = make_pipeline(split, augment=kinds, device="cuda")
     for epoch, index in ((0, 0), (0, 3), (1, 1)):
         inputs, labels = on_gpu.batch(epoch, index, slice(3, 9))
         expected, expected_labels = on_cpu.batch(epoch, index, slice(3, 9))

@@ -73,8 +73,9 @@ class RunConfig:
     augment: tuple[str, ...] = setting(
         (),
         "task",
-        "random augmentations of training images, comma-separated",
-        choices=("crop", "flip", "cutout", "shift"),
+        "random augmentations of training images, comma-separated; alternate_flip flips each image"
+        " in every other epoch",
+        choices=("crop", "flip", "alternate_flip", "cutout", "shift"),
     )
     resident_limit_mib: int = setting(
         4096,

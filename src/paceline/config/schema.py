@@ -193,8 +193,9 @@ def check_together(config: RunConfig) -> list[str]:
         )
     if config.nesterov and (config.optimizer != "sgd" or config.momentum == 0):
         problems.append("--nesterov: needs --optimizer sgd with a momentum above 0")
-    if {"crop", "shift"} <= set(config.augment):
-        problems.append("--augment: use crop or shift, not both")
+    for one, other in (("crop", "shift"), ("flip", "alternate_flip")):
+        if {one, other} <= set(config.augment):
+            problems.append(f"--augment: use {one} or {other}, not both")
     if (config.schedule == "steps") != bool(config.lr_steps):
         problems.append("--lr-steps and --schedule steps: use both or neither")
     for item in dataclasses.fields(config):

@@ -2,13 +2,14 @@
 
 The random parameters of augmentation depend only on (seed, epoch) and on the position of a sample
 in the epoch, so a sample is augmented the same way for any number of workers. The parameters of one
-augmentation do not depend on which others are enabled.
+augmentation do not depend on which others are enabled. An alternate flip depends on the sample
+instead of its position: it is random in the first epoch and the opposite of the previous one after.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ CUTOUT_SIDE = 8
 
 _PURPOSE = 0x6175676D
 """Separates these random draws from others that use the same seed and epoch."""
+_FLIP_PURPOSE = 0x666C6970
 _RANGE = 1 << 62
 _MAX_CROP_BUFFERS = 2
 """One for full batches and one for the smaller last batch of an epoch."""
@@ -152,6 +154,18 @@ def draw_augment_params(
     return AugmentParams(*columns)
 
 
+def with_alternate_flips(
+    params: AugmentParams, seed: int, epoch: int, rows: Integers
+) -> AugmentParams:
+    """Return the parameters of an epoch with flips by sample; `rows` are its samples in order.
+
+    In every two epochs, a sample is seen once in each orientation.
+    """
+    generator = torch.Generator().manual_seed(derive_seed(seed, _FLIP_PURPOSE))
+    first: Integers = torch.randint(2, (len(rows),), generator=generator).numpy()
+    return replace(params, flipped=first[rows] + epoch & 1)
+
+
 class Augmenter:
     """Gathers samples and applies the enabled transforms: flip, then crop or shift, then cutout.
 
@@ -163,6 +177,7 @@ class Augmenter:
         self, kinds: Sequence[str], fill: Sequence[int] = (0,), device: torch.device | str = "cpu"
     ) -> None:
         self.kinds = frozenset(kinds)
+        self._flips = not self.kinds.isdisjoint(("flip", "alternate_flip"))
         self.device = torch.device(device)
         self.fill = torch.tensor(fill, dtype=torch.uint8, device=device).view(1, -1, 1, 1)
         """Value of cut-out pixels, one per channel or one for all channels."""
@@ -176,7 +191,7 @@ class Augmenter:
         # Samples to flip are gathered after the others, so that flipping takes one slice.
         # `position` maps each sample to its gathered index; the next copy restores the order.
         position, unflipped = buffer.indices, samples
-        if "flip" in self.kinds:
+        if self._flips:
             flipped_last = params.flipped.argsort(kind="stable")
             position = np.empty_like(flipped_last)
             position[flipped_last] = buffer.indices
@@ -187,7 +202,7 @@ class Augmenter:
             images = buffer.crop(images, unflipped, position, params.top, params.left)
         elif "shift" in self.kinds:
             images = buffer.crop(images, unflipped, position, params.down, params.right)
-        elif "flip" in self.kinds:
+        elif self._flips:
             images[unflipped:] = images[unflipped:].flip(3)
             images = images.index_select(0, torch.from_numpy(position).to(self.device))
         if "cutout" in self.kinds:

@@ -18,6 +18,7 @@ from paceline.data.image_transforms import (
     ImageTransform,
     Normalizer,
     draw_augment_params,
+    with_alternate_flips,
 )
 from paceline.data.sampling import GlobalBatchSampler
 
@@ -81,6 +82,10 @@ class InputPipeline:
         if self._epoch_params is None or self._epoch_params[0] != epoch:
             height, width = self._inputs.shape[2:]
             params = draw_augment_params(self.seed, epoch, self.order.samples, height, width)
+            assert self._augmenter is not None
+            if "alternate_flip" in self._augmenter.kinds:
+                rows = self.order.permutation(epoch).numpy()
+                params = with_alternate_flips(params, self.seed, epoch, rows)
             self._epoch_params = (epoch, params)
         return self._epoch_params[1]
 
