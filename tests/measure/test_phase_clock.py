@@ -113,5 +113,5 @@ def test_step_duration_is_returned_once(manual: ManualClock) -> None:
         clock.begin_step("input")
         manual.now += length
         clock.end_step("other")
-        taken.append(clock.take_step_seconds())
+        taken.append(clock.take_step_seconds(1))
     assert taken == [[1], [2]]

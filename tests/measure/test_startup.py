@@ -85,13 +85,26 @@ def test_gpu_clock_keeps_the_startup_timer_of_the_previous_clock() -> None:
     from paceline.measure.phase_clock import PhaseClock
 
     class NoMark:
+        def query(self) -> bool:
+            return True
+
         def synchronize(self) -> None: ...
 
         def elapsed_time(self, end_event: NoMark, /) -> float:
             return 0.0
 
+    class NoGpu:
+        def record(self, _: object) -> NoMark:
+            return NoMark()
+
+        def record_in_graph(self) -> NoMark:
+            return NoMark()
+
+        def record_anchor(self) -> NoMark:
+            return NoMark()
+
     before = PhaseClock()
-    assert CudaPhaseClock(before, lambda _: NoMark()).startup is before.startup
+    assert CudaPhaseClock(before, NoGpu()).startup is before.startup
 
 
 def test_startup_timer_does_not_import_torch() -> None:

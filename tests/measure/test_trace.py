@@ -22,7 +22,6 @@ from paceline.measure.trace import WARM_UP_ITERATIONS, Tracer
 from paceline.measure.traffic import Traffic
 from paceline.records import read_iteration_seconds, read_json
 from paceline.strategies import create_strategy
-from paceline.strategies import replica as replica_module
 from paceline.strategies.replica import Replica
 from tests.support import toy_replicas as toy
 
@@ -53,7 +52,7 @@ class ManualClock:
 @pytest.fixture
 def manual(monkeypatch: pytest.MonkeyPatch) -> ManualClock:
     manual = ManualClock()
-    for module in (clock_module, traffic_module, timeline_module, replica_module):
+    for module in (clock_module, traffic_module, timeline_module):
         monkeypatch.setattr(module, "perf_counter", manual)
     return manual
 

@@ -59,6 +59,9 @@ class FakeMark:
     def __init__(self, at: float) -> None:
         self.gpu_seconds = at + 1000.0
 
+    def query(self) -> bool:
+        return True
+
     def synchronize(self) -> None:
         return
 

@@ -36,12 +36,16 @@ class ScriptedTimes:
     def __init__(
         self, step_seconds: list[list[float]], settled_phases: list[dict[str, float]] | None = None
     ) -> None:
-        self.seconds: dict[str, float] = {}
+        self.known_seconds: dict[str, float] = {}
         self._step_seconds = step_seconds
         self._settled_phases = settled_phases or []
 
-    def take_step_seconds(self) -> list[float]:
-        return self._step_seconds.pop(0)
+    def settle_ready(self) -> None: ...
+
+    def take_step_seconds(self, steps: int) -> list[float]:
+        seconds = self._step_seconds.pop(0)
+        assert len(seconds) == steps
+        return seconds
 
     @property
     def settled_phase_seconds(self) -> dict[str, float]:

@@ -218,6 +218,13 @@ class RunConfig:
     )
     channels_last: bool = setting(False, "numerics", "use the channels-last memory format")
     compile: bool = setting(False, "numerics", "compile the model with torch.compile")
+    cuda_graph: str = setting(
+        "auto",
+        "numerics",
+        "run the training step as one CUDA graph; auto does so on a GPU where it is possible",
+        choices=("auto", "on", "off"),
+        mutable_on_resume=True,
+    )
     device: str = setting(
         "auto",
         "numerics",

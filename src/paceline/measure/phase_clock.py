@@ -8,18 +8,22 @@ On a GPU, kernels run after they are launched, while the program is already in a
 the GPU reaches the mark. An idle GPU reaches it immediately, so the times between marks add up to
 the wall time, too. Marks are read in batches: waiting for the GPU at each phase change would leave
 it idle until the next launch (docs/design-notes.md).
+
+While a CUDA graph is captured, the marks become part of the graph (`CudaPhaseClock.capture`). Every
+replay records them again, so they must be read before the graph is replayed for the next time.
 """
 
 from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
 from time import perf_counter
-from typing import Literal, Protocol, Self
+from typing import Literal, NamedTuple, Protocol, Self
 
 import torch
 
@@ -29,7 +33,11 @@ from paceline.records import PHASES
 MAX_PENDING_MARKS = 4096
 """The run logger settles the clock a few times per second, long before this limit."""
 
-StepEvent = Literal["begin", "end"] | None
+ANCHOR_SECONDS = 0.1
+"""Interval at which the clocks of GPU and program are compared; they drift by about 2 us in it."""
+
+MarkEvent = Literal["begin", "end", "exposed"] | None
+"""What a mark is besides a phase change; "exposed" is the end of exposed communication."""
 
 
 @dataclass(slots=True)
@@ -68,6 +76,25 @@ class PhaseLog:
             index += len(kept)
 
 
+class ExposedIntervals:
+    """Start and end times of exposed communication, which training waits for.
+
+    Ranks compare these times to separate waiting for a straggler from moving data. All ranks of a
+    synchronous strategy must therefore record the same sequence of intervals.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.began = array("d")
+        self.ended = array("d")
+
+    def add(self, began: float, ended: float) -> None:
+        self.began.append(began)
+        self.ended.append(ended)
+
+
 class PhaseClock:
     """Measures phases and steps in the time of the program."""
 
@@ -84,12 +111,24 @@ class PhaseClock:
         self.log: PhaseLog | None = None
         """The current or last log; phases may still be relabeled after logging stops."""
         self._active_log: PhaseLog | None = None
+        self._exposed = ExposedIntervals()
 
     @property
     def seconds(self) -> dict[str, float]:
         """Seconds in each phase up to the last phase change."""
         self._settle()
         return self._seconds
+
+    @property
+    def known_seconds(self) -> dict[str, float]:
+        """Seconds in each phase up to the last change whose time is known; does not wait."""
+        return self._seconds
+
+    @property
+    def exposed(self) -> ExposedIntervals:
+        """Intervals of exposed communication that ended."""
+        self._settle()
+        return self._exposed
 
     @property
     def step_seconds(self) -> array[float]:
@@ -110,6 +149,11 @@ class PhaseClock:
     def arrive(self, phase: str) -> float:
         """Like `enter`, but wait for all work that was started before."""
         return self.enter(phase)
+
+    def end_exposed(self, phase: str) -> None:
+        """Enter `phase`; the phase that ends was exposed communication."""
+        began = self._since
+        self._exposed.add(began, self.enter(phase))
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -134,11 +178,12 @@ class PhaseClock:
             self._active_log.steps.append(Span("step", self._step_began, now))
         return now
 
-    def take_step_seconds(self) -> list[float]:
-        """Return the duration of each step that ended since the last call."""
-        seconds = self.step_seconds[self._steps_taken :]
-        self._steps_taken += len(seconds)
-        return seconds.tolist()
+    def take_step_seconds(self, steps: int) -> list[float]:
+        """Return the durations of the next `steps` steps after those that were taken before."""
+        first, self._steps_taken = self._steps_taken, self._steps_taken + steps
+        if len(self._step_seconds) < self._steps_taken:
+            self._settle()
+        return self._step_seconds[first : self._steps_taken].tolist()
 
     def move(self, source: str, target: str, seconds: float) -> None:
         """Reassign seconds from one phase to another."""
@@ -177,6 +222,9 @@ class PhaseClock:
         clock._settle()
         return (perf_counter() - begin) / repeats
 
+    def settle_ready(self) -> None:
+        """Process phase changes that a GPU has reached, without waiting for others."""
+
     def _settle(self) -> None:
         """Process phase changes whose times were not known yet; a CPU clock has none."""
 
@@ -187,38 +235,72 @@ class PhaseClock:
 class Mark(Protocol):
     """The part of torch.cuda.Event that the clock uses."""
 
+    def query(self) -> bool:
+        """Return whether the GPU has reached the mark."""
+
     def synchronize(self) -> None: ...
 
     def elapsed_time(self, end_event: Self, /) -> float:
         """Return the milliseconds from this mark to a later one."""
 
 
+class MarkRecorder(Protocol):
+    """Records marks in the work of a GPU."""
+
+    def record(self, old: Mark | None) -> Mark:
+        """Record a mark after the work so far, reusing the mark `old` if there is one."""
+
+    def record_in_graph(self) -> Mark:
+        """Make a mark part of the graph that is being captured; each replay records it again."""
+
+    def record_anchor(self) -> Mark:
+        """Record a mark that does not wait for any work."""
+
+
+class _PendingMark(NamedTuple):
+    phase: str
+    """The phase that the mark ends."""
+    mark: Mark
+    event: MarkEvent
+    is_in_graph: bool = False
+
+
+class CapturedMarks:
+    """The marks of one graph."""
+
+    def __init__(self) -> None:
+        self.marks: list[_PendingMark] = []
+        self.last_phase = ""
+        """The phase after the last mark."""
+        self.replays_until = 0
+        """Value of the clock's count of marks after which the marks of the last replay are read."""
+
+
 class CudaPhaseClock(PhaseClock):
     """Measures phases in GPU time; continues a CPU clock that ran until the GPU was ready."""
 
-    def __init__(self, before: PhaseClock, record_mark: Callable[[Mark | None], Mark]) -> None:
-        """`record_mark` records a mark after the GPU work so far, reusing a given mark."""
+    def __init__(self, before: PhaseClock, recorder: MarkRecorder) -> None:
         super().__init__()
         self.started, self.switches = before.started, before.switches
         self.startup = before.startup
-        self._record_mark = record_mark
+        self._recorder = recorder
         self._free: list[Mark] = []
-        self._pending: list[tuple[str, Mark, StepEvent]] = []
-        """The phase that a mark ends, the mark, and whether a step begins or ends there."""
-        self._last = record_mark(None)
+        self._pending: deque[_PendingMark] = deque()
+        self._settled = 0
+        """Number of marks that were processed."""
+        self._capturing: CapturedMarks | None = None
+        self._last = recorder.record(None)
         self._last.synchronize()
-        self._since = self._origin = before.enter("other")
+        self._last_is_in_graph = False
+        self._since = self._origin = self._anchored = before.enter("other")
         self._seconds = dict(before.seconds)
         self._now = 0.0
         """Time of the last processed mark in seconds since the first."""
+        self._exposed = before.exposed
 
     def enter(self, phase: str) -> float:
-        """Return the time of the program, which may be ahead of the GPU.
-
-        Entering "exchange" waits for the GPU: the exchange needs its results, and workers compare
-        the times at which they were ready.
-        """
-        return self._enter(phase, waits=phase == "exchange")
+        """Return the time of the program, which may be ahead of the GPU."""
+        return self._enter(phase)
 
     def arrive(self, phase: str) -> float:
         return self._enter(phase, waits=True)
@@ -229,9 +311,17 @@ class CudaPhaseClock(PhaseClock):
     def end_step(self, phase: str) -> float:
         return self._enter(phase, event="end")
 
-    def _enter(self, phase: str, *, waits: bool = False, event: StepEvent = None) -> float:
-        mark = self._record_mark(self._free.pop() if self._free else None)
-        self._pending.append((self.phase, mark, event))
+    def end_exposed(self, phase: str) -> None:
+        self._enter(phase, event="exposed")
+
+    def _enter(self, phase: str, *, waits: bool = False, event: MarkEvent = None) -> float:
+        if self._capturing is not None:
+            mark = self._recorder.record_in_graph()
+            self._capturing.marks.append(_PendingMark(self.phase, mark, event, is_in_graph=True))
+            self.phase = phase
+            return perf_counter()
+        mark = self._recorder.record(self._free.pop() if self._free else None)
+        self._pending.append(_PendingMark(self.phase, mark, event))
         if waits:
             mark.synchronize()
         self.phase, self._since = phase, perf_counter()
@@ -240,42 +330,110 @@ class CudaPhaseClock(PhaseClock):
             self._settle()
         return self._since
 
+    @contextmanager
+    def capture(self) -> Iterator[CapturedMarks]:
+        """Make the phase changes of a `with` block part of the graph that it captures.
+
+        Nothing runs during a capture, so afterwards the clock is in the same phase as before.
+        """
+        before, captured = self.phase, CapturedMarks()
+        self._capturing = captured
+        try:
+            yield captured
+            captured.last_phase = self.phase
+        finally:
+            self._capturing, self.phase = None, before
+
+    def before_replay(self, captured: CapturedMarks) -> None:
+        """Read the marks of the last replay, which the next one overwrites.
+
+        Waits until the GPU has passed the mark after them, from which later marks are measured.
+        """
+        self._settle_through(captured.replays_until)
+
+    def replayed(self, captured: CapturedMarks) -> None:
+        """Count the phase changes of a replay that was just launched."""
+        self._pending.extend(captured.marks)
+        self.switches += len(captured.marks)
+        self.phase, self._since = captured.last_phase, perf_counter()
+        # One more: the next mark is not part of the graph, so it stays valid.
+        captured.replays_until = self._settled + len(self._pending) + 1
+
+    def settle_ready(self) -> None:
+        pending = self._pending
+        while pending and pending[0].mark.query():
+            self._process(pending.popleft())
+
     def _settle(self) -> None:
-        if not self._pending:
+        self._settle_through(self._settled + len(self._pending))
+
+    def _settle_through(self, count: int) -> None:
+        """Process marks until `count` marks are processed in total."""
+        due = min(count - self._settled, len(self._pending))
+        if due <= 0:
             return
-        self._pending[-1][1].synchronize()
-        for phase, mark, event in self._pending:
-            seconds = self._last.elapsed_time(mark) / 1000
-            self._seconds[phase] += seconds
-            if self._active_log is not None:
-                self._active_log.phases.append(
-                    Span(phase, self._origin + self._now, self._origin + self._now + seconds)
-                )
-            self._now += seconds
-            if event == "begin":
-                self._step_began = self._now
-            elif event == "end":
-                self._step_seconds.append(self._now - self._step_began)
-                if self._active_log is not None:
-                    began, ended = self._origin + self._step_began, self._origin + self._now
-                    self._active_log.steps.append(Span("step", began, ended))
+        self._pending[due - 1].mark.synchronize()
+        for _ in range(due):
+            self._process(self._pending.popleft())
+
+    def _process(self, pending: _PendingMark) -> None:
+        mark, event = pending.mark, pending.event
+        seconds = self._last.elapsed_time(mark) / 1000
+        began, self._now = self._now, self._now + seconds
+        self._seconds[pending.phase] += seconds
+        if event == "exposed":
+            if perf_counter() - self._anchored > ANCHOR_SECONDS:
+                self._compare_clocks(mark)
+            self._exposed.add(self._origin + began, self._origin + self._now)
+        log = self._active_log
+        if log is not None:
+            log.phases.append(Span(pending.phase, self._origin + began, self._origin + self._now))
+        if event == "begin":
+            self._step_began = self._now
+        elif event == "end":
+            self._step_seconds.append(self._now - self._step_began)
+            if log is not None:
+                span = Span("step", self._origin + self._step_began, self._origin + self._now)
+                log.steps.append(span)
+        if not self._last_is_in_graph:
             self._free.append(self._last)
-            self._last = mark
-        self._pending.clear()
+        self._last, self._last_is_in_graph = mark, pending.is_in_graph
+        self._settled += 1
+
+    def _compare_clocks(self, mark: Mark) -> None:
+        """Correct the drift between GPU and program, which workers would see as waiting."""
+        anchor = self._recorder.record_anchor()
+        anchor.synchronize()
+        self._anchored = perf_counter()
+        self._origin = self._anchored - self._now - mark.elapsed_time(anchor) / 1000
 
     def _new_clock(self) -> PhaseClock:
-        return CudaPhaseClock(PhaseClock(), self._record_mark)
+        return CudaPhaseClock(PhaseClock(), self._recorder)
+
+
+class _CudaMarkRecorder:
+    """Records marks on the stream that was current when it was created."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.current_stream(device)
+        self._idle = torch.cuda.Stream(device)
+
+    def record(self, old: Mark | None) -> Mark:
+        event = old if isinstance(old, torch.cuda.Event) else torch.cuda.Event(enable_timing=True)
+        self._stream.record_event(event)
+        return event
+
+    def record_in_graph(self) -> Mark:
+        event = torch.cuda.Event(enable_timing=True, external=True)
+        self._stream.record_event(event)
+        return event
+
+    def record_anchor(self) -> Mark:
+        event = torch.cuda.Event(enable_timing=True)
+        self._idle.record_event(event)
+        return event
 
 
 def clock_for(device: torch.device, before: PhaseClock) -> PhaseClock:
     """Return the clock for a device, which continues the clock `before`."""
-    if device.type != "cuda":
-        return before
-    stream = torch.cuda.current_stream(device)
-
-    def record_mark(old: Mark | None) -> Mark:
-        event = old if isinstance(old, torch.cuda.Event) else torch.cuda.Event(enable_timing=True)
-        stream.record_event(event)
-        return event
-
-    return CudaPhaseClock(before, record_mark)
+    return before if device.type != "cuda" else CudaPhaseClock(before, _CudaMarkRecorder(device))

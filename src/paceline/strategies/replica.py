@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +11,7 @@ from torch.optim import Optimizer
 
 from paceline.comm.communicator import Communicator
 from paceline.comm.connection import Connection
-from paceline.measure.phase_clock import PhaseClock
+from paceline.measure.phase_clock import ExposedIntervals, PhaseClock
 from paceline.strategies.optimizer_step import FusedSgdStep, step_unless_overflow
 from paceline.strategies.sync_batch_norm import SyncBatchNorm
 
@@ -59,42 +57,20 @@ def _copy_back(flat: Tensor, tensors: list[Tensor]) -> None:
         tensor.copy_(part.view(tensor.shape))
 
 
-class ExposedIntervals:
-    """Start and end times of exposed communication, which training waits for.
-
-    Ranks compare these times to separate waiting for a straggler from moving data. All ranks of a
-    synchronous strategy must therefore record the same sequence of intervals.
-    """
-
-    def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        self.began = array("d")
-        self.ended = array("d")
-
-    def add(self, began: float, ended: float) -> None:
-        self.began.append(began)
-        self.ended.append(ended)
-
-
 class ExposedCommunication:
-    """Context manager that counts its block as phase "exchange" and records the interval."""
+    """Context manager that counts its block as exposed communication, in phase "exchange"."""
 
-    __slots__ = ("_began", "_clock", "_intervals", "_phase")
+    __slots__ = ("_clock", "_phase")
 
-    def __init__(self, clock: PhaseClock, intervals: ExposedIntervals) -> None:
+    def __init__(self, clock: PhaseClock) -> None:
         self._clock = clock
-        self._intervals = intervals
 
     def __enter__(self) -> None:
         self._phase = self._clock.phase
         self._clock.enter("exchange")
-        self._began = perf_counter()
 
     def __exit__(self, *_: object) -> None:
-        self._intervals.add(self._began, perf_counter())
-        self._clock.enter(self._phase)
+        self._clock.end_exposed(self._phase)
 
 
 @dataclass(slots=True)
@@ -117,7 +93,6 @@ class Replica:
     """Whether the next backward pass is the last one before the update."""
     flat_gradients: Tensor | None = None
     """The flat buffer that contains all gradients, if the strategy uses one."""
-    exposed: ExposedIntervals = field(default_factory=ExposedIntervals)
     batch_fraction: float = 1.0
     """This rank's fraction of the samples of the current global batch."""
     servers: Sequence[Connection] = ()
@@ -160,7 +135,12 @@ class Replica:
 
     def exposed_communication(self) -> ExposedCommunication:
         """Return a context manager for communication that training waits for."""
-        return ExposedCommunication(self.clock, self.exposed)
+        return ExposedCommunication(self.clock)
+
+    @property
+    def exposed(self) -> ExposedIntervals:
+        """Intervals of exposed communication; waits for a GPU to reach their ends."""
+        return self.clock.exposed
 
     def add_overlapped(self, seconds: float) -> None:
         """Add the duration of communication that training did not wait for."""

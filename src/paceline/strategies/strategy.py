@@ -55,8 +55,8 @@ class Strategy:
     """Whether all ranks hold the same weights after every step."""
     max_world_size: ClassVar[int | None] = None
     """The largest supported number of workers; None means no limit."""
-    capturable: bool = False
-    """Whether a training step can be captured in a CUDA graph."""
+    warmup_steps: int = 3
+    """Eager steps before a CUDA graph of the step is captured."""
 
     replica: Replica
     """This rank's model and optimizer; set by `setup`."""
@@ -92,6 +92,15 @@ class Strategy:
         self.replica.fill_missing_gradients()
         self.replica.update()
 
+    def capture_obstacle(self) -> str | None:
+        """Return why a training step cannot be captured in a CUDA graph; None if it can.
+
+        Called after `setup`. A captured step repeats the GPU work of `backward` and `step`, but not
+        their Python code: values that change from step to step must be in tensors, and nothing may
+        wait for the GPU.
+        """
+        return "the strategy does not support it"
+
     def finish(self) -> None:
         """End training: load the final weights on every rank. Called once. Collective."""
 
@@ -118,6 +127,9 @@ class SingleProcess(Strategy):
     """Trains one process; the baseline for all other strategies."""
 
     max_world_size: ClassVar[int | None] = 1
+
+    def capture_obstacle(self) -> str | None:
+        return None
 
     def cost(self, shape: ModelShape, network: Network) -> Cost:
         return Cost(seconds=0.0, bytes_sent=0, messages=0)

@@ -19,8 +19,8 @@ from torch import Tensor
 from paceline.comm.communicator import Communicator
 from paceline.comm.objects import all_gather_scalars
 from paceline.config import RunConfig
-from paceline.measure.phase_clock import PhaseClock
-from paceline.strategies.replica import ExposedIntervals, Replica
+from paceline.measure.phase_clock import ExposedIntervals, PhaseClock
+from paceline.strategies.replica import Replica
 from paceline.strategies.strategy import Strategy
 
 SECONDS_BETWEEN = 1.0
@@ -277,7 +277,7 @@ class StepCoordinator:
     @property
     def settled_phase_seconds(self) -> dict[str, float]:
         """Seconds by phase when waits were last attributed."""
-        return self._settled_phases if self._is_coordinated else self._clock.seconds
+        return self._settled_phases if self._is_coordinated else self._clock.known_seconds
 
 
 def follow(shares: Sequence[float], speeds: Sequence[float]) -> list[float]:

@@ -27,11 +27,36 @@ LOSSES_IN_MEAN = 100
 """`final.train_loss` is the mean over this many of the last iterations."""
 
 
+class _Block:
+    """Steps that are written together, as soon as the GPU has computed them."""
+
+    def __init__(self, first: int, losses: list[Tensor], samples: int, rate: float) -> None:
+        self.first, self.samples, self.rate = first, samples, rate
+        self._losses = torch.stack(losses)
+        self._copied: torch.cuda.Event | None = None
+        if self._losses.is_cuda:
+            # A copy to pinned memory, unlike others, does not wait for the GPU.
+            pinned = torch.empty(self._losses.shape, dtype=self._losses.dtype, pin_memory=True)
+            self._losses = pinned.copy_(self._losses, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def is_ready(self) -> bool:
+        return self._copied is None or self._copied.query()
+
+    def losses(self) -> list[float]:
+        """Wait for the GPU if necessary."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        values: list[float] = self._losses.tolist()
+        return values
+
+
 class RunLogger:
     """Writes steps in blocks and evaluations immediately.
 
-    Losses stay tensors, and times are not read, until a block is written, so that no step waits for
-    the GPU.
+    Losses stay tensors, and times are not read, until the GPU has completed a block, so that
+    neither a step nor the GPU waits for the log.
     """
 
     def __init__(
@@ -60,6 +85,8 @@ class RunLogger:
         self._samples = 0
         self._rate = 0.0
         self._first = 0
+        self._block: _Block | None = None
+        """Complete, but possibly not yet computed by the GPU."""
         self._written = perf_counter()
 
     def begin(self) -> None:
@@ -73,44 +100,58 @@ class RunLogger:
         self._losses.append(loss)
         self._samples += samples
         self._rate = rate
-        if now - self._written >= BLOCK_SECONDS:
-            self.flush()
+        if self._block is not None:
+            if self._block.is_ready():
+                self._write(self._block)
+        elif now - self._written >= BLOCK_SECONDS:
+            self._block = self._close_block()
+            if self._block.is_ready():
+                self._write(self._block)
 
     def flush(self) -> None:
-        """Write the current block; raises DivergedError if a loss is not finite."""
+        """Write all steps; raises DivergedError if a loss is not finite."""
+        if self._block is not None:
+            self._write(self._block)
+        if self._losses:
+            self._write(self._close_block())
+
+    def _close_block(self) -> _Block:
+        block = _Block(self._first, self._losses, self._samples, self._rate)
+        self._losses, self._samples = [], 0
+        return block
+
+    def _write(self, block: _Block) -> None:
+        self._block = None
         # Waiting for the losses of a GPU is computation, not overhead of logging.
-        losses: list[float] = torch.stack(self._losses).tolist() if self._losses else []
+        losses = block.losses()
         begin = perf_counter()
-        if losses:
-            seconds = self._clock.take_step_seconds()
-            phases = self._clock.seconds
-            self.recent_losses.extend(losses)
-            self.events.write(
-                "iterations",
-                first=self._first,
-                seconds=[round(value, 7) for value in seconds],
-                loss=[_finite_or_none(value) for value in losses],
-                learning_rate=self._rate,
-                phases={name: round(spent, 4) for name, spent in phases.items()},
-                **(self._strategy.meter.take() if self._strategy.meter else {}),
-            )
-            self._show(losses, sum(seconds))
-            first = self._first
-            self._losses, self._samples = [], 0
-            _check_finite(first, losses)
+        self._clock.settle_ready()
+        seconds = self._clock.take_step_seconds(len(losses))
+        self.recent_losses.extend(losses)
+        self.events.write(
+            "iterations",
+            first=block.first,
+            seconds=[round(value, 7) for value in seconds],
+            loss=[_finite_or_none(value) for value in losses],
+            learning_rate=block.rate,
+            phases={name: round(spent, 4) for name, spent in self._clock.known_seconds.items()},
+            **(self._strategy.meter.take() if self._strategy.meter else {}),
+        )
+        self._show(block, losses, sum(seconds))
+        _check_finite(block.first, losses)
         self._written = perf_counter()
         self.seconds_spent += self._written - begin
 
-    def _show(self, losses: list[float], spent: float) -> None:
-        done = self._first + len(losses)
+    def _show(self, block: _Block, losses: list[float], spent: float) -> None:
+        done = block.first + len(losses)
         mean_loss = sum(losses) / len(losses)
-        samples_per_second = self._samples / spent if spent else math.inf
+        samples_per_second = block.samples / spent if spent else math.inf
         self.display.update(
             Status(
                 iteration=done,
                 iterations=self._total,
                 loss=mean_loss,
-                learning_rate=self._rate,
+                learning_rate=block.rate,
                 samples_per_second=samples_per_second,
                 accuracy=self.last_accuracy,
                 seconds_left=(self._total - done) * spent / len(losses),
@@ -118,7 +159,7 @@ class RunLogger:
         )
         if self._tensorboard:
             self._tensorboard.add("train/loss", mean_loss, done)
-            self._tensorboard.add("train/learning_rate", self._rate, done)
+            self._tensorboard.add("train/learning_rate", block.rate, done)
             self._tensorboard.add("train/samples_per_second", samples_per_second, done)
             self._tensorboard.add("train/step_seconds", spent / len(losses), done)
             self._add_phase_fractions(self._tensorboard, done)
