@@ -1,12 +1,12 @@
-"""Checkpoints: file format, snapshots of the state, and the store that keeps the newest ones.
+"""Checkpoints: file format, and the store that keeps the newest ones.
 
 A checkpoint is `iteration-00000123.pt` with its checksum in `iteration-00000123.json`. The checksum
 is on disk before the state file gets its name, so every visible checkpoint can be verified, even
 after a power failure. While a checkpoint replaces another of the same iteration, the checksum file
 lists both. The state consists of plain containers and CPU tensors.
 
-In order: the store, then the format (names, writing, reading, removing), then the copies of the
-state that are written.
+In order: the store, then the format (names, writing, reading, removing). training/snapshot.py
+copies the state that is written.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import hashlib
 import os
 import re
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
@@ -26,7 +26,6 @@ from typing import Any, BinaryIO, cast
 
 import psutil
 import torch
-from torch import Tensor
 
 from paceline.errors import (
     CheckpointError,
@@ -37,6 +36,7 @@ from paceline.errors import (
     RunError,
 )
 from paceline.records import SCHEMA, make_folder, open_record, read_json, sync_folder, write_json
+from paceline.training.snapshot import Snapshot, SnapshotBuffers, without_copy
 
 __all__ = ["Checkpoint", "CheckpointStore", "iterations", "newest_checkpoint"]
 
@@ -73,12 +73,12 @@ class CheckpointStore:
         self.background_seconds = 0.0
         """Time of background writes."""
         self._keep = keep
-        self._buffers = HostBuffers() if mode == "background" else None
+        self._buffers = SnapshotBuffers() if mode == "background" else None
         self._writer: Thread | None = None
         self._failure: BaseException | None = None
         self._reached: int | None = None
         """The iteration last saved, or last returned by `newest`."""
-        self._unwritten: tuple[int, Mapping[str, Any]] | None = None
+        self._unwritten: tuple[int, Snapshot] | None = None
         """The checkpoint that the background thread failed to write."""
         try:
             make_folder(folder)
@@ -88,8 +88,13 @@ class CheckpointStore:
 
     @property
     def extra_memory_bytes(self) -> int:
-        """Memory for the copies of background writes; 0 in sync mode."""
-        return self._buffers.size_bytes if self._buffers else 0
+        """Host memory for the copies of background writes; 0 in sync mode."""
+        return self._buffers.host_bytes if self._buffers else 0
+
+    @property
+    def extra_gpu_memory_bytes(self) -> int:
+        """Peak GPU memory for the copies of background writes; 0 in sync mode."""
+        return self._buffers.clone_bytes if self._buffers else 0
 
     def restore(self, totals: Mapping[str, Any], iteration: int, blocked_seconds: float) -> None:
         """Continue the totals of a run that resumes from the checkpoint of `iteration`."""
@@ -103,8 +108,8 @@ class CheckpointStore:
     def save(self, iteration: int, state: Mapping[str, Any]) -> None:
         """Write the state after `iteration`, then remove the oldest checkpoints.
 
-        In background mode it returns when the previous write has ended and the state is copied, so
-        that the state may change again.
+        In background mode it returns when the previous write has ended and the state may change: a
+        snapshot of it is taken (training/snapshot.py).
         """
         began = perf_counter()
         try:
@@ -114,9 +119,11 @@ class CheckpointStore:
             self._wait()
             # The new copy overwrites the previous one.
             self._unwritten = None
-            copy = self._buffers.copy(state)
+            snapshot = self._buffers.take(state)
             self._writer = Thread(
-                target=self._write_in_background, args=(iteration, copy), name="checkpoint writer"
+                target=self._write_in_background,
+                args=(iteration, snapshot),
+                name="checkpoint writer",
             )
             self._writer.start()
         finally:
@@ -147,8 +154,8 @@ class CheckpointStore:
             return None
         began = perf_counter()
         try:
-            iteration, state = self._unwritten
-            self._write(iteration, state)
+            iteration, snapshot = self._unwritten
+            self._write(iteration, snapshot.in_host_memory())
         finally:
             self.blocked_seconds += perf_counter() - began
         self._unwritten = None
@@ -162,14 +169,14 @@ class CheckpointStore:
         if failure is not None:
             raise failure
 
-    def _write_in_background(self, iteration: int, state: Mapping[str, Any]) -> None:
+    def _write_in_background(self, iteration: int, snapshot: Snapshot) -> None:
         began = perf_counter()
         try:
-            self._write(iteration, state)
+            self._write(iteration, snapshot.in_host_memory())
             self._unwritten = None
         except BaseException as error:  # noqa: BLE001 - raised in the training thread by _wait
             self._failure = error
-            self._unwritten = (iteration, state)
+            self._unwritten = (iteration, snapshot)
         self.background_seconds += perf_counter() - began
 
     def _write(self, iteration: int, state: Mapping[str, Any]) -> None:
@@ -436,81 +443,3 @@ def remove_stale_temporaries(folder: Path) -> None:
                 stale = True
             if stale:
                 path.unlink()
-
-
-_SCALARS = (int, float, bool, str, type(None))
-
-
-def without_copy(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state for an immediate write.
-
-    Only tensors on a device, or in a larger storage, which torch.save would write completely, are
-    copied.
-    """
-    return _plain_dict(state, "state", _compact)
-
-
-def _compact(_path: str, tensor: Tensor) -> Tensor:
-    host = tensor.cpu()
-    if host.untyped_storage().nbytes() > host.numel() * host.element_size():
-        host = host.clone()
-    return host
-
-
-class HostBuffers:
-    """Copies states to host memory that is reused: each copy overwrites the previous one."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[Any, ...], Tensor] = {}
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(buffer.untyped_storage().nbytes() for buffer in self._buffers.values())
-
-    def copy(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a copy of the state."""
-        reusable, self._buffers = self._buffers, {}
-        copied: dict[tuple[Any, ...], Tensor] = {}
-
-        def copy(path: str, tensor: Tensor) -> Tensor:
-            layout = (tensor.dtype, tensor.shape, tensor.stride())
-            # Tied weights are copied, and written, once.
-            source = (tensor.device, tensor.data_ptr(), *layout)
-            if source not in copied:
-                key = (path, tensor.device.type, *layout)
-                buffer = reusable.get(key)
-                if buffer is None:
-                    buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-                copied[source] = self._buffers[key] = buffer.copy_(tensor)
-            return copied[source]
-
-        return _plain_dict(state, "state", copy)
-
-
-def _plain_dict(
-    mapping: Mapping[Any, Any], path: str, host: Callable[[str, Tensor], Tensor]
-) -> dict[Any, Any]:
-    for key in mapping:
-        if type(key) not in (str, int):
-            raise TypeError(f"{path} has the key {key!r}: a checkpoint's keys are text or integers")
-    return {key: _plain(value, f"{path}[{key!r}]", host) for key, value in mapping.items()}
-
-
-def _plain(value: Any, path: str, host: Callable[[str, Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        tensor = value.detach()
-        # Loading a tensor subclass would require its class.
-        if type(tensor) is not Tensor or tensor.layout != torch.strided:
-            raise TypeError(f"{path} is a {type(value).__name__}: a checkpoint holds plain tensors")
-        return host(path, tensor)
-    if isinstance(value, Mapping):
-        return _plain_dict(value, path, host)
-    if type(value) in (list, tuple):
-        return type(value)(_plain(item, f"{path}[{i}]", host) for i, item in enumerate(value))
-    # Compare exact types: numpy.float64 is a float, but would be pickled as a numpy type.
-    if type(value) in _SCALARS:
-        return value
-    raise TypeError(
-        f"{path} is a {type(value).__name__}: a checkpoint holds dicts, lists and tuples of "
-        "tensors, numbers, text and None"
-    )

@@ -103,6 +103,7 @@ class RunTotals:
             "blocked_seconds": store.blocked_seconds if store else 0.0,
             "background_seconds": store.background_seconds if store else 0.0,
             "extra_memory_bytes": store.extra_memory_bytes if store else 0,
+            "extra_gpu_memory_bytes": store.extra_gpu_memory_bytes if store else 0,
         }
 
 

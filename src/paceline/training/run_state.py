@@ -20,6 +20,7 @@ from paceline.config import RunConfig, fields, flag_of, option_of
 from paceline.errors import CheckpointError, ConfigError, error_line, whole_error_line
 from paceline.strategies.replica import Replica
 from paceline.strategies.strategy import Strategy
+from paceline.training.snapshot import cloned, without_copy
 
 Account = dict[str, Any]
 """Measurements of one rank so far, as JSON values."""
@@ -51,8 +52,8 @@ def gather(
     communicator = replica.communicator
     model = strategy.checkpoint.model_state_dict()
     optimizer = strategy.checkpoint.optimizer_state_dict()
-    strategies = gather_bytes(communicator, _pack(strategy.state_dict()), "control")
-    owns = gather_bytes(communicator, _pack(_rank_state(replica)), "control")
+    strategies = _gather(communicator, strategy.state_dict())
+    owns = _gather(communicator, _rank_state(replica))
     workers = gather_json(
         communicator, {"account": account, "progress": dataclasses.asdict(progress)}
     )
@@ -62,11 +63,21 @@ def gather(
         "model": model,
         "optimizer": optimizer,
         "scaler": replica.scaler.state_dict(),
-        "strategies": [_unpack(packed) for packed in strategies],
-        "owns": [_unpack(packed) for packed in owns],
+        "strategies": strategies,
+        "owns": owns,
         "random": random_state(_device(replica)),
         "workers": workers,
     }
+
+
+def _gather(communicator: Communicator, state: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """Collect a state of each rank on rank 0; other ranks return None. Collective."""
+    if communicator.world_size == 1:
+        # On its device: packing would wait for a GPU. Cloned, so that it shares no memory with the
+        # model's state, in which case a checkpoint would hold one tensor for both.
+        return [cloned(state)]
+    packed = gather_bytes(communicator, _pack(without_copy(state)), "control")
+    return None if packed is None else [_unpack(each) for each in packed]
 
 
 def restore(
@@ -115,7 +126,7 @@ def _rank_progress(
 def _rank_state(replica: Replica) -> dict[str, Any]:
     """Return what differs between ranks with equal weights: buffers such as batch-norm statistics,
     and random generators."""
-    buffers = {name: buffer.cpu() for name, buffer in replica.model.named_buffers()}
+    buffers = dict(replica.model.named_buffers())
     return {"buffers": buffers, "random": random_state(_device(replica))}
 
 
