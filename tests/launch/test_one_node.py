@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from paceline.measure.machine import cores_usable
+from paceline.measure.startup import STARTUP_PARTS
 from paceline.records import read_json, read_lines
 from paceline.training.checkpoint import newest_checkpoint
 from tests.support.commands import TINY, Command, Ended, launch, names_in
@@ -33,7 +34,7 @@ def test_the_result_has_both_workers_and_their_seconds_add_up(talkative_run: Run
 def test_each_worker_has_the_parts_of_its_start_up(talkative_run: Run) -> None:
     for worker in read_json(talkative_run[0] / "result.json")["workers"]:
         startup = worker["startup_seconds"]
-        assert set(startup) == {"imports", "launch", "rendezvous", "data", "model"}
+        assert set(startup) == set(STARTUP_PARTS)
         assert min(startup["rendezvous"], startup["data"], startup["model"]) > 0
         in_wall_time = startup["rendezvous"] + startup["data"] + startup["model"]
         assert in_wall_time < worker["wall_seconds"] - worker["phases"]["forward"]

@@ -40,8 +40,8 @@ def test_startup_parts_are_contiguous_from_the_start_of_the_clock(time: FakeTime
     timer.enter("rendezvous")
     time.now = 106.0
     timer.end()
-    expected = {"imports": 0.0, "launch": 0.0, "rendezvous": 12.0, "data": 3.0, "model": 1.0}
-    assert timer.seconds == expected
+    spent = {part: seconds for part, seconds in timer.seconds.items() if seconds}
+    assert spent == {"rendezvous": 12.0, "data": 3.0, "model": 1.0}
 
 
 def test_nothing_is_counted_before_begin_and_after_end(time: FakeTime) -> None:

@@ -44,6 +44,17 @@ def test_records_from_before_launch_was_measured_have_a_table(tmp_path: Path) ->
     assert cells == ["2.00 s", "-", "1.00 s", "500.00 ms", "250.00 ms"]
 
 
+def test_waiting_for_a_gpu_has_a_column(tmp_path: Path) -> None:
+    path = write_run(tmp_path, FakeRun("run"))
+    parts = {"imports": 2.0, "launch": 0.0, "rendezvous": 0.0, "data": 0.5, "model": 0.25}
+    with_startup(path, {**parts, "device": 1.5})
+    text = write_report(path).page.with_suffix(".md").read_text()
+    (heading,) = [line for line in text.splitlines() if "before the first iteration" in line]
+    assert "| device |" in heading
+    (row,) = [line for line in text.splitlines() if "2.00 s" in line and "1.50 s" in line]
+    assert [cell.strip() for cell in row.split("|")[2:-1]][3] == "1.50 s"
+
+
 def test_records_without_or_with_damaged_start_up_times_have_no_table(tmp_path: Path) -> None:
     path = write_run(tmp_path, FakeRun("run"))
     for damaged in (None, {}, {"imports": "2"}, [1.0]):

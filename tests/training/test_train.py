@@ -19,6 +19,7 @@ from paceline.data.loading import load_dataset
 from paceline.data.pipeline import InputPipeline
 from paceline.data.sampling import GlobalBatchSampler
 from paceline.launch import launcher
+from paceline.measure.startup import STARTUP_PARTS
 from paceline.models.build import build_model
 from paceline.records import PHASES, Result, RunFolder, read_lines
 from paceline.training import run_logger, trainer
@@ -95,11 +96,11 @@ def test_startup_time_is_split_and_counts_as_other(
     _, result = train(tmp_path, iterations=2)
     (worker,) = result["workers"]
     startup = worker["startup_seconds"]
-    assert set(startup) == {"imports", "launch", "rendezvous", "data", "model"}
+    assert set(startup) == set(STARTUP_PARTS)
     assert startup["data"] >= 0.2
     assert startup["model"] >= 0.1
     assert startup["rendezvous"] == 0
-    assert startup["data"] + startup["model"] <= worker["phases"]["other"]
+    assert startup["device"] + startup["data"] + startup["model"] <= worker["phases"]["other"]
     assert sum(worker["phases"].values()) == pytest.approx(worker["wall_seconds"], rel=0.01)
 
 

@@ -483,6 +483,10 @@ def rank_breakdowns(group: RunGroup) -> dict[int, PhaseBreakdown]:
     return {rank: mean_split(splits) for rank, splits in sorted(each.items())}
 
 
+_LATER_PARTS = {"launch": 0.0, "device": 0.0}
+"""Parts of the startup that older records do not have."""
+
+
 def startup_seconds(group: RunGroup) -> dict[str, float] | None:
     """By part, the mean over the workers of all finished runs; None if older records lack it."""
     found = [
@@ -490,8 +494,7 @@ def startup_seconds(group: RunGroup) -> dict[str, float] | None:
         for run in group.finished
         for worker in run.workers
         if isinstance(recorded := worker.get("startup_seconds"), dict)
-        # Older records have no launch part.
-        and all(is_number((parts := {"launch": 0.0, **recorded}).get(p)) for p in STARTUP_PARTS)
+        and all(is_number((parts := {**_LATER_PARTS, **recorded}).get(p)) for p in STARTUP_PARTS)
     ]
     if not found:
         return None

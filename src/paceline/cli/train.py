@@ -9,11 +9,12 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from paceline.cli.config_flags import add_config_flags, add_control_flags, given_flags
-from paceline.config import from_mapping
+from paceline.config import RunConfig, from_mapping
 from paceline.errors import ERROR_PREFIX, StoppedError
 from paceline.launch import environment
 from paceline.measure.startup import begin_command, importing
 from paceline.records import RunFolder
+from paceline.training import cuda_context
 
 SUMMARY = "train a model and record metrics"
 
@@ -30,14 +31,17 @@ def run(arguments: argparse.Namespace) -> int:
     # Validate before importing torch, which takes two seconds.
     config = from_mapping({**_counts(), **values}) if arguments.resume is None else None
     begin_command()
+    is_alone = config is not None and _trains_in_this_process(config)
+    if is_alone:
+        cuda_context.create_in_background()
     with importing():
         from paceline.launch import launcher
         from paceline.launch.fork_server import ForkServer
         from paceline.training.process import keep_freed_memory
 
     keep_freed_memory()
-    # Before this process has threads.
-    with ForkServer.fork() or nullcontext() as fork_server:
+    # Before this process has threads; with a CUDA context its forks would be of no use.
+    with (None if is_alone else ForkServer.fork()) or nullcontext() as fork_server:
         if config is None:
             outcome = launcher.resume(arguments.resume, values, arguments.quiet, fork_server)
         else:
@@ -57,6 +61,19 @@ def run(arguments: argparse.Namespace) -> int:
             path = shlex.quote(str(folder.path))
             sys.stderr.write(f"paceline: resume with `paceline train --resume {path}`\n")
     return outcome.exit_code
+
+
+def _trains_in_this_process(config: RunConfig) -> bool:
+    """Return whether the run certainly needs no other process that trains, and may use a GPU."""
+    starts_processes = config.hosts or config.cluster or config.elastic or config.launcher == "ray"
+    is_worker = environment.detect() is not None
+    return (
+        config.device != "cpu"
+        and config.workers == 1
+        and config.strategy == "single"
+        and not starts_processes
+        and not is_worker
+    )
 
 
 def _unresolved(folder: RunFolder, resume_path: str | None) -> RunFolder:

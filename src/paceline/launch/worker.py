@@ -43,6 +43,7 @@ from paceline.measure.sampler import ResourceSampler
 from paceline.measure.startup import StartupTimer
 from paceline.records import RunFolder, read_json
 from paceline.strategies import create_strategy
+from paceline.training import cuda_context
 from paceline.training.checkpoint import Checkpoint, CheckpointStore
 from paceline.training.device import choose_device, threads_of
 from paceline.training.display import open_display
@@ -60,6 +61,7 @@ def main(arguments: list[str]) -> int:
     resumed, quiet = arguments[2] == "resumed", arguments[3] == "quiet"
     rank_info = environment.detect()
     assert rank_info is not None
+    _start_device(config, rank_info)
     # A fork has the number of the process that imported torch, which may have other cores.
     torch.set_num_threads(threads_of(config))
     with (
@@ -89,6 +91,7 @@ def run(
     """Train as the only worker, or as one of those that torchrun or srun started."""
     clock = PhaseClock()
     clock.startup.begin("rendezvous" if rank_info.world_size > 1 else "model")
+    _start_device(config, rank_info)
     with SignalMonitor() as signals, contextlib.ExitStack() as stack:
         try:
             with connect_workers(config, rank_info, is_agreed=False) as communicator:
@@ -125,6 +128,11 @@ def run(
             raise
         is_new = resumed is None
         return _conclude(config, folder, rank_info, report, reports, shares_folder, is_new)
+
+
+def _start_device(config: RunConfig, rank_info: RankInfo) -> None:
+    if config.device != "cpu":
+        cuda_context.create_in_background(rank_info.local_rank)
 
 
 def _conclude(

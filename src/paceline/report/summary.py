@@ -14,6 +14,7 @@ from paceline import formatting
 from paceline.analysis.contention import MIN_CONTENTION_SHARE, other_processes_share
 from paceline.analysis.run import Run
 from paceline.config import from_record
+from paceline.measure.startup import NEGLIGIBLE_SECONDS
 from paceline.records import Result, RunFolder
 from paceline.terminal import open_console
 
@@ -111,7 +112,11 @@ def summary_rows(result: Result, step_seconds: float | None) -> list[tuple[str, 
 
 def startup_text(startup: Mapping[str, float]) -> str:
     """The phases of a worker's start-up; imports are not in its wall time."""
-    parts = [f"{part} {formatting.seconds(spent)}" for part, spent in startup.items() if spent]
+    parts = [
+        f"{part} {formatting.seconds(spent)}"
+        for part, spent in startup.items()
+        if spent >= NEGLIGIBLE_SECONDS
+    ]
     return f"rank 0 before its first iteration: {', '.join(parts)}"
 
 

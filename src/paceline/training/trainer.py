@@ -69,11 +69,12 @@ def prepare(
 ) -> Prepared:
     """Load the dataset and build model and strategy; raises UsageError if they cannot be trained.
 
-    `startup` counts the time as `data` and `model`, and continues in `model`.
+    `startup` counts the time as `device`, `data` and `model`, and continues in `model`.
     """
     startup = startup or StartupTimer(0.0)
     startup.enter("model")
     strategy = create_strategy(config.strategy, config.options)
+    startup.enter("device")
     device = choose_device(config, local_rank)
     startup.enter("data")
     dataset = load_dataset(config)
@@ -136,8 +137,10 @@ def run_worker(
     clock: PhaseClock,
 ) -> RankReport:
     """Train, starting from `checkpoint` if there is one; the report says how the run ended."""
-    clock.startup.enter("model")
+    # The clock of a GPU waits for its context.
+    clock.startup.enter("device")
     clock = clock_for(prepared.device, clock)
+    clock.startup.enter("model")
     trainer = Trainer(config, folder, prepared, context, checkpoint, display, clock)
     with computing(config, context.rank_info.local_rank), contextlib.closing(trainer.logger):
         try:

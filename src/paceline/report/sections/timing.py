@@ -33,7 +33,7 @@ from paceline.analysis.ranks import (
 from paceline.analysis.repeats import outlier_limit, step_time_curve, summarize_step_times
 from paceline.analysis.run_group import RunGroup
 from paceline.analysis.trace import TracedStep, TraceSpan, traced_steps
-from paceline.measure.startup import STARTUP_PARTS
+from paceline.measure.startup import NEGLIGIBLE_SECONDS, STARTUP_PARTS
 from paceline.report.charts.bars import Bar, BarChart, Part, draw_bars
 from paceline.report.charts.lines import LineChart
 from paceline.report.charts.timeline import Lane, Span, Step, draw_timeline
@@ -276,11 +276,14 @@ def startup_table(groups: Sequence[RunGroup]) -> Iterator[Block]:
     rows = [
         (group.label, spent) for group in groups if (spent := startup_seconds(group)) is not None
     ]
+    # Without a GPU, finding the device takes microseconds.
+    has_device = any(spent["device"] >= NEGLIGIBLE_SECONDS for _, spent in rows)
+    parts = [part for part in STARTUP_PARTS if part != "device" or has_device]
     if rows:
         yield table(
             rows,
             Column("configuration, before the first iteration", lambda row: row[0]),
-            *map(_startup_column, STARTUP_PARTS),
+            *map(_startup_column, parts),
         )
         yield note(
             "Start-up of a worker, mean over workers and runs. Imports and launch end before the"
