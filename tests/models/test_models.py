@@ -18,7 +18,7 @@ from torch import nn
 
 from paceline.errors import ConfigError, UnknownNameError, UserCodeError
 from paceline.models import MODELS
-from paceline.models.build import build_model
+from paceline.models.build import build_model, initialize_from_data
 from paceline.models.resnet import ResidualBlock
 from tests.models.golden.make import CASES, CIFAR_SHAPE, CLASSES, MNIST_SHAPE, Case, batch
 
@@ -26,7 +26,7 @@ SHAPES = [MNIST_SHAPE, CIFAR_SHAPE]
 NAMES = MODELS.names()
 FLAT = ["softmax", "mlp"]
 CONVOLUTIONAL = [name for name in NAMES if name not in FLAT]
-BATCH_NORMALIZED = [name for name in NAMES if name.startswith(("vgg", "resnet"))]
+BATCH_NORMALIZED = [name for name in NAMES if name.startswith(("whitened", "vgg", "resnet"))]
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -219,7 +219,9 @@ def test_convolutional_models_reject_vectors(name: str) -> None:
     assert "\n" not in message
 
 
-@pytest.mark.parametrize(("name", "smallest"), [("lenet", 16), ("cnn", 6), ("resnet18", 9)])
+@pytest.mark.parametrize(
+    ("name", "smallest"), [("lenet", 16), ("cnn", 6), ("resnet18", 9), ("whitened_cnn", 17)]
+)
 def test_smallest_image_size_is_accepted(name: str, smallest: int) -> None:
     model = outline(name, (1, smallest, smallest), 3)
     assert output_shape(model, 1, 1, smallest, smallest) == (1, 3)
@@ -348,6 +350,64 @@ def test_resnet_has_the_published_number_of_parameters(
     parameters = parameters_in(outline(name, CIFAR_SHAPE, 10))
     assert parameters == resnet_parameters(blocks)
     assert round(parameters / 1e6, 2) == published_millions
+
+
+# Initialization from data
+
+
+def correlated_images(samples: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    images = torch.randn(samples, 3, 20, 20, generator=generator)
+    return images + 2 * F.avg_pool2d(images, 3, stride=1, padding=1)
+
+
+def test_whitened_cnn_decorrelates_patches() -> None:
+    images = correlated_images(200)
+    model = build_model("whitened_cnn", (3, 20, 20), CLASSES, seed=0)
+    initialize_from_data("whitened_cnn", model, lambda samples: images[:samples], seed=0)
+    whiten = model.get_submodule("whiten")
+    outputs = whiten(images).detach().transpose(0, 1).flatten(1)
+    # The filters of the other sign follow.
+    torch.testing.assert_close(outputs[12:], -outputs[:12])
+    covariance = outputs[:12] @ outputs[:12].T / outputs.shape[1]
+    torch.testing.assert_close(covariance, torch.eye(12), atol=0.01, rtol=0)
+
+
+def test_whitening_is_not_trained() -> None:
+    model = build_model("whitened_cnn", (3, 20, 20), CLASSES, seed=0)
+    frozen = {name for name, weight in model.named_parameters() if not weight.requires_grad}
+    norms = {f"blocks.{block}.{layer}.weight" for block in range(3) for layer in (2, 5)}
+    assert frozen == {"whiten.weight", *norms}
+
+
+def test_data_initialization_is_seeded() -> None:
+    class Noisy(nn.Linear):
+        init_samples = 7
+
+        def initialize_from(self, inputs: torch.Tensor) -> None:
+            nn.init.constant_(self.bias, float(len(inputs)))
+            nn.init.normal_(self.weight)
+
+    models = [Noisy(4, 3) for _ in range(2)]
+    before = random_states()
+    for model in models:
+        initialize_from_data("noisy", model, lambda samples: torch.zeros(samples, 4), seed=2)
+    assert weights_equal(*models)
+    assert models[0].bias[0] == 7
+    assert random_states() == before
+
+
+def test_failing_data_initialization_is_one_line() -> None:
+    class Broken(nn.Linear):
+        init_samples = 7
+
+        def initialize_from(self, inputs: torch.Tensor) -> None:
+            raise RuntimeError("no such inputs\nand more")
+
+    with pytest.raises(UserCodeError) as failure:
+        initialize_from_data("mine:Broken", Broken(4, 3), torch.zeros, seed=0)
+    assert "cannot initialize model 'mine:Broken' from data" in str(failure.value)
+    assert "\n" not in str(failure.value)
 
 
 # Seeds and names

@@ -20,7 +20,7 @@ from paceline.data.pipeline import InputPipeline
 from paceline.data.sampling import GlobalBatchSampler
 from paceline.launch import launcher
 from paceline.measure.startup import STARTUP_PARTS
-from paceline.models.build import build_model
+from paceline.models.build import DataDependentModel, build_model
 from paceline.records import PHASES, Result, RunFolder, read_lines
 from paceline.training import run_logger, trainer
 from paceline.training.rank_report import weights_sha256
@@ -169,6 +169,21 @@ def test_same_configuration_gives_the_same_weights(tmp_path: Path) -> None:
 def losses(folder: RunFolder) -> list[float]:
     blocks = [e for e in read_lines(folder.events_file(0)) if e["event"] == "iterations"]
     return [loss for block in blocks for loss in block["loss"]]
+
+
+def test_a_model_is_initialized_from_the_first_normalized_training_samples() -> None:
+    settings = {"model": "whitened_cnn", "model_options": {"width": "0.1"}, "normalize": "image"}
+    config = from_mapping({**SMALL, **settings})
+    prepared = trainer.prepare(config)
+    dataset = load_dataset(config)
+    expected = build_model("whitened_cnn", (1, 28, 28), 10, 0, options=config.model_options)
+    order = GlobalBatchSampler(200, 200, seed=0)
+    inputs, _ = InputPipeline(dataset.train, dataset.transform, order).batch(0, 0)
+    in_order = torch.empty_like(inputs)
+    in_order[order.permutation(0)] = inputs
+    assert isinstance(expected, DataDependentModel)
+    expected.initialize_from(in_order)
+    assert weights_sha256(prepared.model.state_dict()) == weights_sha256(expected.state_dict())
 
 
 def test_gradient_accumulation_gives_the_losses_of_the_full_batch(tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
 """Model registry. Each entry is a callable `(sample_shape, classes, **options) -> nn.Module`.
 
 No model uses dropout, because each worker would draw its own mask for its shard of a batch and the
-result would depend on the number of workers. VGG and ResNet use batch normalization, whose
-statistics cover the samples of one worker by default: these models match single-worker training
-only with synchronized batch normalization.
+result would depend on the number of workers. Statistics of batch normalization cover the samples of
+one worker by default: models with it match single-worker training only with synchronized batch
+normalization.
 """
 
 from __future__ import annotations
@@ -47,6 +47,12 @@ MODELS.register(
     "strided_cnn",
     "paceline.models.strided_cnn:strided_cnn",
     "a strided 5x5 and a 3x3 convolution with batch norm, two linear layers",
+    options=WIDTH,
+)
+MODELS.register(
+    "whitened_cnn",
+    "paceline.models.whitened_cnn:whitened_cnn",
+    "a fixed 2x2 convolution that whitens patches, six 3x3 convolutions with batch norm",
     options=WIDTH,
 )
 MODELS.register(

@@ -1,4 +1,4 @@
-"""Build a model by name, with initial weights that depend only on the seed.
+"""Build a model by name, with initial weights that depend only on the seed and the training data.
 
 `image_shape` is the check of the sample shape that the convolutional models share, `Width` their
 option.
@@ -13,11 +13,11 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.config.conversion import Limits, convert_options
 from paceline.errors import ConfigError, PacelineError, UserCodeError, error_line, whole_error_line
@@ -62,6 +62,31 @@ def build_model(
         with _seeded(seed):
             return factory(sample_shape, classes, **model_options(name, options or {}))
     return _build_custom_model(name, factory, sample_shape, classes, seed, options or {})
+
+
+@runtime_checkable
+class DataDependentModel(Protocol):
+    """A model whose initial weights depend on training samples."""
+
+    init_samples: int
+    """How many samples `initialize_from` gets, at most."""
+
+    def initialize_from(self, inputs: Tensor) -> None:
+        """Set initial weights from the first training samples, as the model receives them."""
+
+
+def initialize_from_data(
+    name: str, model: nn.Module, first_inputs: Callable[[int], Tensor], seed: int
+) -> None:
+    """Initialize a `DataDependentModel`; `first_inputs(n)` returns n inputs, or fewer."""
+    if not isinstance(model, DataDependentModel):
+        return
+    try:
+        with _seeded(seed):
+            model.initialize_from(first_inputs(model.init_samples))
+    except Exception as error:
+        cause = f"{whole_error_line(error)}{_location(error, type(model))}"
+        raise UserCodeError(f"cannot initialize model {name!r} from data: {cause}") from error
 
 
 def model_options(name: str, options: Mapping[str, str]) -> dict[str, Any]:

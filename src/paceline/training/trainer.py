@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.comm.communicator import Communicator
 from paceline.comm.connection import Connection
@@ -20,7 +20,7 @@ from paceline.comm.rank_info import RankInfo
 from paceline.config import RunConfig
 from paceline.data.dataset import Dataset
 from paceline.data.loading import load_dataset
-from paceline.data.pipeline import InputPipeline
+from paceline.data.pipeline import InputPipeline, evaluation_batches
 from paceline.data.sampling import GlobalBatchSampler
 from paceline.errors import (
     AgreedStopError,
@@ -34,7 +34,7 @@ from paceline.measure.phase_clock import PhaseClock, clock_for
 from paceline.measure.startup import StartupTimer
 from paceline.measure.tensorboard import TensorBoardWriter
 from paceline.measure.trace import Tracer
-from paceline.models.build import build_model
+from paceline.models.build import build_model, initialize_from_data
 from paceline.records import EventWriter, RunFolder
 from paceline.strategies import create_strategy
 from paceline.strategies.replica import Replica
@@ -87,6 +87,12 @@ def prepare(
         options=config.model_options,
         has_tokens=dataset.has_tokens,
     )
+
+    def first_inputs(samples: int) -> Tensor:
+        head = dataset.train.head(samples)
+        return next(evaluation_batches(head, dataset.transform, len(head)))[0]
+
+    initialize_from_data(config.model, model, first_inputs, config.seed)
     if not any(weight.requires_grad for weight in model.parameters()):
         raise UserCodeError(f"model {config.model!r} has no weights to train")
     return Prepared(dataset, model, strategy, device)

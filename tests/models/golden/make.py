@@ -45,6 +45,7 @@ CASES = {
     "lenet": Case(CIFAR_SHAPE, 32, 8, 0.1),
     "cnn": Case(MNIST_SHAPE, 16, 6, 0.05),
     "strided_cnn": Case(CIFAR_SHAPE, 16, 6, 0.01),
+    "whitened_cnn": Case((3, 20, 20), 8, 4, 0.2),
     "vgg11": Case(CIFAR_SHAPE, 4, 4, 2e-5),
     "vgg13": Case(MNIST_SHAPE, 4, 4, 1e-5),
     "vgg16": Case(CIFAR_SHAPE, 4, 4, 5e-6),
@@ -98,6 +99,14 @@ def strided_cnn(images: Tensor, weights: Weights) -> Tensor:
     return linear(linear(images.flatten(1), weights).clamp(min=0), weights)
 
 
+def whitened_cnn(images: Tensor, weights: Weights) -> Tensor:
+    images = gelu(F.conv2d(images, next(weights), next(weights)))
+    for _ in range(3):
+        images = gelu(normalize(halve(F.conv2d(images, next(weights), padding=1)), weights))
+        images = gelu(convolve(images, weights, padding=1))
+    return images.amax((2, 3)) @ next(weights).T / 9
+
+
 def vgg(*convolutions: int) -> Callable[[Tensor, Weights], Tensor]:
     def forward(images: Tensor, weights: Weights) -> Tensor:
         border = (32 - images.shape[-1]) // 2
@@ -140,6 +149,10 @@ def normalize(images: Tensor, weights: Weights) -> Tensor:
     return scaled * next(weights).view(1, -1, 1, 1) + next(weights).view(1, -1, 1, 1)
 
 
+def gelu(images: Tensor) -> Tensor:
+    return images * (1 + torch.erf(images / 2**0.5)) / 2
+
+
 def halve(images: Tensor) -> Tensor:
     """Max pooling over 2x2 pixels; an odd last row or column is dropped."""
     height, width = images.shape[2] // 2 * 2, images.shape[3] // 2 * 2
@@ -153,6 +166,7 @@ FORWARD: dict[str, Callable[[Tensor, Weights], Tensor]] = {
     "lenet": lenet,
     "cnn": cnn,
     "strided_cnn": strided_cnn,
+    "whitened_cnn": whitened_cnn,
     "vgg11": vgg(1, 1, 2, 2, 2),
     "vgg13": vgg(2, 2, 2, 2, 2),
     "vgg16": vgg(2, 2, 3, 3, 3),
@@ -165,8 +179,12 @@ FORWARD: dict[str, Callable[[Tensor, Weights], Tensor]] = {
 def reference_losses(name: str, case: Case) -> list[float]:
     """Return the loss before each of the first updates, all on one batch."""
     model = build_model(name, case.sample_shape, CLASSES, seed=0)
-    weights = [weight.detach().double().requires_grad_() for weight in model.parameters()]
-    velocities = [torch.zeros_like(weight) for weight in weights]
+    weights = [
+        weight.detach().double().requires_grad_(weight.requires_grad)
+        for weight in model.parameters()
+    ]
+    trained = [weight for weight in weights if weight.requires_grad]
+    velocities = [torch.zeros_like(weight) for weight in trained]
     images, labels = batch(case.sample_shape, case.batch)
     losses = []
     for _ in range(case.losses):
@@ -177,9 +195,9 @@ def reference_losses(name: str, case: Case) -> list[float]:
         right = scores[torch.arange(case.batch), labels]
         loss = (scores.exp().sum(1).log() - right).mean()
         losses.append(loss.item())
-        gradients = torch.autograd.grad(loss, weights)
+        gradients = torch.autograd.grad(loss, trained)
         with torch.no_grad():
-            for weight, velocity, gradient in zip(weights, velocities, gradients, strict=True):
+            for weight, velocity, gradient in zip(trained, velocities, gradients, strict=True):
                 velocity.mul_(case.momentum).add_(gradient)
                 weight.sub_(case.lr * velocity)
     return losses
