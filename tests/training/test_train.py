@@ -176,7 +176,8 @@ def test_a_model_is_initialized_from_the_first_normalized_training_samples() -> 
     config = from_mapping({**SMALL, **settings})
     prepared = trainer.prepare(config)
     dataset = load_dataset(config)
-    expected = build_model("whitened_cnn", (1, 28, 28), 10, 0, options=config.model_options)
+    shape, classes = dataset.sample_shape, dataset.classes
+    expected = build_model("whitened_cnn", shape, classes, 0, options=config.model_options)
     order = GlobalBatchSampler(200, 200, seed=0)
     inputs, _ = InputPipeline(dataset.train, dataset.transform, order).batch(0, 0)
     in_order = torch.empty_like(inputs)
