@@ -172,6 +172,10 @@ def test_run_seed_does_not_change_the_synthetic_dataset() -> None:
             {"batch_size": 2, "augment": ("flip",)},
             "--augment: requires uint8 images, but users_own_data:small does not hold them",
         ),
+        (
+            {"batch_size": 2, "eval_views": 2},
+            "--eval-views: requires uint8 images, but users_own_data:small does not hold them",
+        ),
     ],
 )
 def test_configuration_that_does_not_fit_the_dataset_is_rejected(

@@ -42,6 +42,16 @@ def test_the_common_accuracy_is_one_that_every_repeat_reached(tmp_path: Path) ->
     assert row["epochs to 0.20"] == "2"
 
 
+def test_accuracies_over_several_views_are_named(tmp_path: Path) -> None:
+    write_run(tmp_path, FakeRun("one", {"lr": 0.1}))
+    write_run(tmp_path, FakeRun("six", {"lr": 0.2, "eval_views": 6}))
+    groups = collect(tmp_path).groups
+    (label,) = [group.label for group in groups if group.config.eval_views == 6]
+    texts = [block.text for block in section(groups, "accuracy").blocks if isinstance(block, Text)]
+    expected = f"Predictions of {label} are averaged over 6 views of each test image."
+    assert texts[-1].endswith(expected)
+
+
 def test_a_repeat_without_such_an_epoch_is_counted_out_loud(tmp_path: Path) -> None:
     write_accuracies(tmp_path, 0.30, 0.20, 0.28)
     # Of this one only the accuracy at the end is known.

@@ -53,6 +53,16 @@ def test_the_start_up_of_the_first_worker_is_shown(
     )
 
 
+def test_views_of_the_evaluation_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = RunFolder(write_run(tmp_path / "of", FakeRun("run", {}))).read_result()
+    assert result is not None
+    config = {**result["config"], "eval_views": 6}
+    assert "accuracy 0.9000 (mean over 6 views), loss" in account(tmp_path, capsys, config=config)
+    assert "accuracy 0.9000, loss" in account(tmp_path / "plain", capsys)
+
+
 def test_records_without_start_up_times_are_shown_without_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -187,6 +187,12 @@ def test_a_model_is_initialized_from_the_first_normalized_training_samples() -> 
     assert weights_sha256(prepared.model.state_dict()) == weights_sha256(expected.state_dict())
 
 
+def test_views_change_the_evaluation_but_not_the_training(tmp_path: Path) -> None:
+    runs = [train(tmp_path / str(views), epochs=1, eval_views=views)[1] for views in (1, 6)]
+    assert runs[0]["weights_sha256"] == runs[1]["weights_sha256"]
+    assert runs[0]["final"]["test_loss"] != runs[1]["final"]["test_loss"]
+
+
 def test_gradient_accumulation_gives_the_losses_of_the_full_batch(tmp_path: Path) -> None:
     whole, _ = train(tmp_path, iterations=12)
     parts, _ = train(tmp_path, iterations=12, accumulate=5)

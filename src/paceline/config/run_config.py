@@ -140,6 +140,14 @@ class RunConfig:
     eval_batch_size: int = setting(
         1000, "budget", "evaluation batch size", minimum=1, input_maximum=LARGEST_BATCH
     )
+    eval_views: int = setting(
+        1,
+        "budget",
+        "average the predictions over N views of each test image: the image, its mirror image,"
+        " and both shifted by one pixel in either direction",
+        minimum=1,
+        maximum=6,
+    )
     target_accuracy: float | None = setting(
         None,
         "budget",

@@ -81,6 +81,7 @@ def _check(config: RunConfig, dataset: Dataset) -> list[str]:
             for flag, is_used in (
                 ("--augment", bool(config.augment)),
                 ("--normalize image", config.normalize == "image"),
+                ("--eval-views", config.eval_views > 1),
             )
             if is_used
         ]

@@ -65,6 +65,12 @@ def phase_table(result: Result) -> Table:
     return table
 
 
+def views_text(result: Result) -> str:
+    """State test-time augmentation, if the run used it."""
+    views = result["config"].get("eval_views", 1)
+    return f" (mean over {views} views)" if views > 1 else ""
+
+
 def summary_rows(result: Result, step_seconds: float | None) -> list[tuple[str, str]]:
     """`step_seconds`: of an asynchronous run, as in a report."""
     final, checkpoints = result["final"], result["checkpoints"]
@@ -73,7 +79,7 @@ def summary_rows(result: Result, step_seconds: float | None) -> list[tuple[str, 
         rows.append(
             (
                 "test set",
-                f"accuracy {formatting.number(final['test_accuracy'])},"
+                f"accuracy {formatting.number(final['test_accuracy'])}{views_text(result)},"
                 f" loss {formatting.number(final['test_loss'])};"
                 f" training loss {formatting.number(final['train_loss'])}",
             )

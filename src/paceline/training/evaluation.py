@@ -17,6 +17,7 @@ from paceline.data.sampling import shard_bounds
 from paceline.strategies.replica import Replica, synchronize_buffers
 from paceline.strategies.strategy import Strategy
 from paceline.training.loss import count_correct, cross_entropy
+from paceline.training.views import averaged_over_views
 
 
 class Evaluator:
@@ -59,7 +60,8 @@ class Evaluator:
         with self._autocast, self._strategy.eval_weights():
             if communicator is not None:
                 synchronize_buffers(replica.model, communicator, config.buffers)
-            return evaluate(replica.model, replica.forward, batches, communicator)
+            forward = averaged_over_views(replica.forward, config.eval_views)
+            return evaluate(replica.model, forward, batches, communicator)
 
 
 def evaluate(

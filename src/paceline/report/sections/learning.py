@@ -19,6 +19,7 @@ from paceline.analysis.accuracy import (
 )
 from paceline.analysis.events import read_evaluations
 from paceline.analysis.repeats import evaluation_curve, training_loss_curve
+from paceline.analysis.run_group import RunGroup
 from paceline.analysis.sampling_order import MAX_SAMPLES, SamplingOrder, sampling_order
 from paceline.report.charts.lines import LineChart, Series
 from paceline.report.document import Block, Details, Figure, Table, Tabs
@@ -34,7 +35,7 @@ from paceline.report.sections.common import (
     section,
     table,
 )
-from paceline.report.wording import accuracy_note
+from paceline.report.wording import accuracy_note, listed
 
 AXES = {
     "iteration": ("iteration", "", "by iteration"),
@@ -184,7 +185,15 @@ def accuracy(context: SectionContext) -> Iterator[Block]:
             f"Epochs to {common:.2f}: to the first evaluation with this accuracy, which every"
             f" finished run reached. {text}"
         )
-    yield note(text)
+    yield note(" ".join([text, *_views_notes([one.group for one in summaries])]))
+
+
+def _views_notes(groups: Sequence[RunGroup]) -> Iterator[str]:
+    """State which configurations average predictions over several views of a test image."""
+    for views in sorted({group.config.eval_views for group in groups} - {1}):
+        labels = [group.label for group in groups if group.config.eval_views == views]
+        names = "" if len(labels) == len(groups) else f" of {listed(labels, most=4)}"
+        yield f"Predictions{names} are averaged over {views} views of each test image."
 
 
 def _epochs_text(epochs: Sequence[float], summary: AccuracySummary) -> str:
