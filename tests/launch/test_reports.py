@@ -28,7 +28,7 @@ from paceline.launch.record_collection import (
     send_files,
     write_report,
 )
-from paceline.launch.result import write_result
+from paceline.launch.result import training_interval, write_result
 from paceline.measure.startup import STARTUP_PARTS
 from paceline.records import BETWEEN_ITERATIONS, PHASES, TRAFFIC_KINDS, RunFolder
 from paceline.report.summary import print_summary
@@ -73,6 +73,7 @@ def report_of(rank: int) -> dict[str, Any]:
             "after_first": {"iterations": 11, "phases": steady, "hidden_exchange_seconds": 0.0},
             "traffic": {kind: dict(COUNT) for kind in TRAFFIC_KINDS},
             "startup_seconds": dict.fromkeys(STARTUP_PARTS, 0.1),
+            "kernel_time": None,
         },
         "checkpoints": {"count": 0, "bytes": 0, "blocked_seconds": 0.0},
         "measuring_fraction": 0.01,
@@ -120,6 +121,7 @@ BAD = [
     (NAN, "worker.after_first.phases.forward"),
     (-1, "worker.after_first.iterations"),
     ({}, "worker.startup_seconds"),
+    ({"iterations": 1}, "worker.kernel_time"),
     (NAN, "worker.extra"),
     ({"of": [HUGE]}, "worker.extra"),
     (DEEP, "worker.extra"),
@@ -291,3 +293,16 @@ def test_reports_are_removed_only_once_they_were_read(
     collected = collect_records(folder, SINGLE_PROCESS, communicator, report, shares_folder=True)
     assert collected == [report]
     assert names_in(folder.path) == {"config.json"}
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"), [([], None), ([5.0], None), ([5.0, 6.0, 9.0], (5.0, 9.0))]
+)
+def test_training_lasts_from_the_first_to_the_last_block_of_iterations(
+    tmp_path: Path, times: list[float], expected: tuple[float, float] | None
+) -> None:
+    folder = RunFolder(tmp_path)
+    events = [{"event": "start", "time": 1.0}, {"event": "end", "time": 99.0}]
+    events[1:1] = [{"event": "iterations", "time": each} for each in times]
+    folder.events_file(0).write_text("".join(json.dumps(one) + "\n" for one in events))
+    assert training_interval(folder) == expected

@@ -65,10 +65,23 @@ def test_each_gpu_has_its_own_summary(path: Path) -> None:
     assert first == {
         "gpu": 0,
         "utilisation_percent_mean": (0.5 * 50 + 3 * 90) / 3.5,
+        "utilisation_percent_training_mean": None,
         "memory_used_bytes_peak": 9,
         "power_watts_mean": None,
     }
     assert second["power_watts_mean"] == (0.5 * 60 + 3 * 80) / 3.5
+
+
+def test_busy_share_in_training_leaves_out_start_up_and_end(path: Path) -> None:
+    def at(seconds: float, percent: int) -> dict[str, object]:
+        gpu = {"gpu": 0, "utilisation_percent": percent}
+        return sample(1000.0, seconds, time=1000.0 + seconds, gpus=[gpu])
+
+    write(path, [at(0, 0), at(1, 10), at(2, 20), at(3, 90), at(4, 100), at(5, 50)])
+    # The sample at 2 s represents the second before it, of which training has only a half.
+    (gpu,) = summarize(path, 0, training=(1001.5, 1004.0))["gpus"]
+    assert gpu["utilisation_percent_training_mean"] == 95
+    assert gpu["utilisation_percent_mean"] == 54
 
 
 def test_truncated_and_invalid_lines_are_skipped(path: Path) -> None:

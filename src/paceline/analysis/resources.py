@@ -108,6 +108,36 @@ def gpus_by_name(group: RunGroup) -> dict[str, list[dict[str, Any]]]:
     return gpus
 
 
+@dataclass(frozen=True, slots=True)
+class KernelTime:
+    """Kernel time of traced iterations, one value per worker and run."""
+
+    iterations: list[float]
+    seconds_per_iteration: list[float]
+    shares: list[float]
+    """Of the duration of these iterations."""
+
+
+def kernel_time(group: RunGroup) -> KernelTime | None:
+    """None if no finished run traced iterations on a GPU."""
+    found = [
+        recorded
+        for run in group.finished
+        for worker in run.workers
+        if isinstance(recorded := worker.get("kernel_time"), dict)
+        and all(is_number(recorded.get(key)) for key in ("iterations", "seconds", "window_seconds"))
+        and recorded["iterations"] > 0
+        and recorded["window_seconds"] > 0
+    ]
+    if not found:
+        return None
+    return KernelTime(
+        [one["iterations"] for one in found],
+        [one["seconds"] / one["iterations"] for one in found],
+        [one["seconds"] / one["window_seconds"] for one in found],
+    )
+
+
 def record_values(records: Sequence[dict[str, Any]], key: str) -> list[float]:
     return known(record[key] if is_number(record.get(key)) else None for record in records)
 

@@ -32,6 +32,7 @@ from paceline.launch.messages import (
     decode,
 )
 from paceline.launch.termination import STATUSES
+from paceline.measure.kernel_time import KERNEL_TIME_KEYS
 from paceline.measure.startup import STARTUP_PARTS
 from paceline.measure.traffic import Count
 from paceline.records import (
@@ -233,6 +234,8 @@ def _check_account(worker: dict[str, Any], what: str, rank: int) -> None:
             raise MalformedError(what, "a negative count")
     if (startup := worker.get("startup_seconds")) is not None:
         _check_numbers(startup, f"{what}: startup_seconds", STARTUP_PARTS)
+    if (kernels := worker.get("kernel_time")) is not None:
+        _check_numbers(kernels, f"{what}: kernel_time", KERNEL_TIME_KEYS)
 
 
 def _check_numbers(value: object, what: str, names: Iterable[str]) -> None:

@@ -15,7 +15,7 @@ from paceline.launch.messages import MalformedError, clean
 from paceline.launch.termination import Termination, root_cause
 from paceline.measure.machine import cores_usable, hardware, software
 from paceline.measure.resources import summarize
-from paceline.records import SCHEMA, Result, RunFolder, is_number
+from paceline.records import SCHEMA, Result, RunFolder, is_number, read_lines
 from paceline.training.rank_report import RankReport
 
 logger = logging.getLogger("paceline")
@@ -95,7 +95,8 @@ def assemble(
 ) -> Result:
     first = reports[0] if reports else None
     termination = termination or first_cause(reports) or _missing_report(reports)
-    nodes = [_summarize_node(folder, node) for node in range(config.nnodes)]
+    training = training_interval(folder)
+    nodes = [_summarize_node(folder, node, training) for node in range(config.nnodes)]
     history = first.history if first else []
     last = history[-1] if history else {}
     cluster = cluster_record()
@@ -135,11 +136,23 @@ def assemble(
     }
 
 
-def _summarize_node(folder: RunFolder, node: int) -> dict[str, Any]:
+def training_interval(folder: RunFolder) -> tuple[float, float] | None:
+    """When rank 0 wrote its first and its last block of iterations; None with fewer than two."""
+    times = [
+        event["time"]
+        for event in read_lines(folder.events_file(0))
+        if event.get("event") == "iterations" and is_number(event.get("time"))
+    ]
+    return (times[0], times[-1]) if len(times) > 1 else None
+
+
+def _summarize_node(
+    folder: RunFolder, node: int, training: tuple[float, float] | None
+) -> dict[str, Any]:
     """Summarize the samples of a node; empty if the file, which it sent, is malformed."""
     file = folder.resources_file(node)
     try:
-        summary: dict[str, Any] = clean(summarize(file, node), file.name)
+        summary: dict[str, Any] = clean(summarize(file, node, training), file.name)
         figures = (value for name, value in summary.items() if name != "gpus")
         if not all(value is None or is_number(value) for value in figures):
             raise MalformedError(file.name, "not all are numbers")

@@ -26,8 +26,10 @@ def read_resources(path: Path) -> list[Sample]:
     return [line for line in read_lines(path) if "started" in line and "seconds" in line]
 
 
-def summarize(path: Path, node: int) -> dict[str, Any]:
+def summarize(path: Path, node: int, training: tuple[float, float] | None = None) -> dict[str, Any]:
     """Return the entry of a node in result.json; None for metrics that no sample has.
+
+    `training` is when the iterations began and ended, in Unix time.
 
     A sample represents the interval that it ends: means are weighted by interval length, and the
     pause before a resume has no weight. Counters restart at zero with each segment.
@@ -54,7 +56,7 @@ def summarize(path: Path, node: int) -> dict[str, Any]:
         "processes_peak": _peak(samples, "processes"),
         **{key: _total(segments, key) for key in (*NETWORK_KEYS, *DISK_KEYS)},
         "sampler_cpu_percent": 100 * sampler_seconds / seconds if seconds else None,
-        "gpus": _summarize_gpus(timed, samples),
+        "gpus": _summarize_gpus(timed, samples, training),
     }
 
 
@@ -91,21 +93,43 @@ def _gpus_of(sample: Sample) -> list[Sample]:
     return sample.get("gpus") or []
 
 
+def _of_gpu(timed: Iterable[tuple[float, Sample]], index: int) -> list[tuple[float, Sample]]:
+    return [
+        (interval, _gpus_of(sample)[index])
+        for interval, sample in timed
+        if len(_gpus_of(sample)) > index
+    ]
+
+
+def _within(
+    timed: Iterable[tuple[float, Sample]], training: tuple[float, float] | None
+) -> list[tuple[float, Sample]]:
+    """The samples that a time interval contains, with all of the interval that they represent."""
+    if training is None:
+        return []
+    began, ended = training
+    return [
+        (interval, sample)
+        for interval, sample in timed
+        if began + interval <= sample.get("time", 0.0) <= ended
+    ]
+
+
 def _summarize_gpus(
-    timed: Sequence[tuple[float, Sample]], samples: Sequence[Sample]
+    timed: Sequence[tuple[float, Sample]],
+    samples: Sequence[Sample],
+    training: tuple[float, float] | None,
 ) -> list[dict[str, Any]]:
     count = max((len(_gpus_of(sample)) for sample in samples), default=0)
     summaries = []
     for index in range(count):
-        of_gpu = [
-            (interval, _gpus_of(sample)[index])
-            for interval, sample in timed
-            if len(_gpus_of(sample)) > index
-        ]
+        of_gpu = _of_gpu(timed, index)
+        in_training = _of_gpu(_within(timed, training), index)
         summaries.append(
             {
                 "gpu": index,
                 "utilisation_percent_mean": _mean(of_gpu, "utilisation_percent"),
+                "utilisation_percent_training_mean": _mean(in_training, "utilisation_percent"),
                 "memory_used_bytes_peak": _peak(
                     (_gpus_of(item)[index] for item in samples if len(_gpus_of(item)) > index),
                     "memory_used_bytes",

@@ -18,6 +18,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from paceline.measure.kernel_time import KernelTimer
 from paceline.measure.phase_clock import PhaseClock, PhaseLog, Span
 from paceline.measure.traffic import CountedTransfer, Traffic
 from paceline.records import SCHEMA, write_json
@@ -32,9 +33,17 @@ class Tracer:
     """Logs clock and traffic of a worker for `iterations` of the `left` remaining iterations."""
 
     def __init__(
-        self, clock: PhaseClock, traffic: Traffic, *, iterations: int, done: int, left: int
+        self,
+        clock: PhaseClock,
+        traffic: Traffic,
+        *,
+        iterations: int,
+        done: int,
+        left: int,
+        kernels: KernelTimer | None = None,
     ) -> None:
-        self._clock, self._traffic = clock, traffic
+        """`kernels`: the kernel time of the traced iterations is measured, too."""
+        self._clock, self._traffic, self._kernels = clock, traffic, kernels
         self._first = done + max(0, min(WARM_UP_ITERATIONS, left - iterations))
         self._last = self._first + iterations - 1
         self._log: PhaseLog | None = None
@@ -44,12 +53,30 @@ class Tracer:
         if number == self._first:
             self._log = self._clock.start_log()
             self._traffic.log = self._transfers
+            # The log and its end wait for the GPU, so the window has all kernels of its iterations.
+            if self._kernels is not None:
+                self._kernels.start()
         elif number == self._last + 1:
             self._stop()
 
     def _stop(self) -> None:
         self._clock.stop_log()
         self._traffic.log = None
+        if self._kernels is not None:
+            self._kernels.stop()
+
+    def kernel_time(self) -> dict[str, float] | None:
+        """Return the kernel time of the traced iterations and their duration; None if unknown."""
+        self._stop()
+        seconds = self._kernels.seconds() if self._kernels is not None else None
+        if seconds is None or self._log is None or not self._log.steps:
+            return None
+        steps = self._log.steps
+        return {
+            "iterations": len(steps),
+            "seconds": seconds,
+            "window_seconds": steps[-1].ended - steps[0].began,
+        }
 
     @property
     def began(self) -> float:

@@ -30,6 +30,7 @@ from paceline.errors import (
     UserCodeError,
     error_line,
 )
+from paceline.measure.kernel_time import kernel_timer_for
 from paceline.measure.phase_clock import PhaseClock, clock_for
 from paceline.measure.startup import StartupTimer
 from paceline.measure.tensorboard import TensorBoardWriter
@@ -185,6 +186,8 @@ class Trainer:
         self.warnings = list(prepared.dataset.warnings)
         self.stop = StopRequest()
         self.progress = Progress()
+        self.kernel_time: dict[str, float] | None = None
+        """Of the traced iterations."""
         self.replica = _build_replica(config, prepared, context, clock)
         self.totals = RunTotals(clock, self.replica, context.store)
         self.coordinator = StepCoordinator(config, prepared.strategy, self.replica)
@@ -277,10 +280,12 @@ class Trainer:
             iterations=self.config.trace,
             done=done,
             left=self.total - done,
+            kernels=kernel_timer_for(self.prepared.device),
         )
 
     def _write_trace(self, tracer: Tracer) -> None:
         rank_info = self.context.rank_info
+        self.kernel_time = tracer.kernel_time()
         offset_seconds = self.coordinator.clock_offset.at(tracer.began)
         try:
             tracer.write(
@@ -374,6 +379,7 @@ class Trainer:
                     self.totals.steady,
                 ),
                 "startup_seconds": self.clock.startup.seconds,
+                "kernel_time": self.kernel_time,
             },
             checkpoints=self.totals.checkpoints,
             measuring_fraction=measuring / max(self.clock.wall_seconds, 1e-9),

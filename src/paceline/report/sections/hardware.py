@@ -21,6 +21,7 @@ from paceline.analysis.resources import (
     NodeCurves,
     first_node_ratios,
     gpus_by_name,
+    kernel_time,
     node_curves,
     nodes_by_number,
     record_values,
@@ -207,7 +208,7 @@ def _resources(context: SectionContext) -> Iterator[Block]:
             Column("node 0 / mean of the other nodes", lambda row: row[0].label),
             *map(_ratio_column, RESOURCE_KEYS),
         )
-    yield from _gpu_table(context.finished)
+    yield from _gpu_tables(context.finished)
 
 
 def _resource_answer(group: RunGroup) -> str:
@@ -303,7 +304,7 @@ def _ratio_column(resource: str) -> Column[tuple[RunGroup, dict[str, list[float]
     return Column(resource, lambda row: row[1][resource], lambda value: f"{value:.2f}")
 
 
-def _gpu_table(groups: Sequence[RunGroup]) -> Iterator[Table]:
+def _gpu_tables(groups: Sequence[RunGroup]) -> Iterator[Block]:
     rows = [
         LabeledRecords(f"{group.label}, {name}", records)
         for group in groups
@@ -313,7 +314,31 @@ def _gpu_table(groups: Sequence[RunGroup]) -> Iterator[Table]:
         yield table(
             rows,
             Column("configuration, node, GPU", lambda row: row.label),
-            _record_column("utilization, mean", "utilisation_percent_mean", formatting.percent),
+            _record_column(
+                "busy in training", "utilisation_percent_training_mean", formatting.percent
+            ),
+            _record_column("busy, whole run", "utilisation_percent_mean", formatting.percent),
             _record_column("memory, peak", "memory_used_bytes_peak", formatting.size),
             _record_column("power, mean", "power_watts_mean", lambda value: f"{value:.0f} W"),
+        )
+        yield note(
+            "Busy (NVML): share of the time in which a kernel of any process ran on the GPU, from"
+            " samples of its driver. In training: from the first to the last block of iterations,"
+            " with evaluation; the whole run includes the start-up."
+        )
+    kernels = [(group, one) for group in groups if (one := kernel_time(group)) is not None]
+    if kernels:
+        yield table(
+            kernels,
+            Column("configuration, traced iterations", lambda row: row[0].label),
+            Column("iterations", lambda row: row[1].iterations, formatting.count),
+            Column(
+                "kernel time each", lambda row: row[1].seconds_per_iteration, formatting.seconds
+            ),
+            Column("kernel time, share", lambda row: row[1].shares, formatting.share),
+        )
+        yield note(
+            "Kernel time (CUPTI): time in which a kernel of the worker ran during the iterations of"
+            " --trace, mean over workers and runs. Recording slows launches, so the share in other"
+            " iterations is higher, if anything."
         )

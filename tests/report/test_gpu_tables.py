@@ -1,0 +1,64 @@
+"""How busy GPUs were: what the driver sampled, and the kernel time of traced iterations."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from paceline.report.build import write_report
+from tests.support.records import FakeRun, write_run
+
+GPU = {
+    "gpu": 0,
+    "utilisation_percent_mean": 41.0,
+    "utilisation_percent_training_mean": 93.0,
+    "memory_used_bytes_peak": 3 << 30,
+    "power_watts_mean": 310.0,
+}
+
+
+def page_of(tmp_path: Path, gpu: dict[str, Any] | None, kernel_time: Any) -> str:
+    path = write_run(tmp_path, FakeRun("run"))
+    file = path / "result.json"
+    result = json.loads(file.read_text())
+    result["nodes"][0]["gpus"] = [gpu] if gpu else []
+    result["workers"][0]["kernel_time"] = kernel_time
+    file.write_text(json.dumps(result))
+    return write_report(path).page.with_suffix(".md").read_text()
+
+
+def cells(page: str, heading: str) -> dict[str, str]:
+    lines = page.splitlines()
+    (index,) = (number for number, line in enumerate(lines) if heading in line)
+    names, values = (
+        [cell.strip() for cell in lines[number].split("|")[1:-1]] for number in (index, index + 2)
+    )
+    return dict(zip(names, values, strict=True))
+
+
+def test_gpu_has_a_busy_share_of_training_and_of_the_whole_run(tmp_path: Path) -> None:
+    row = cells(page_of(tmp_path, GPU, None), "configuration, node, GPU")
+    assert (row["busy in training"], row["busy, whole run"]) == ("93%", "41%")
+    assert row["power, mean"] == "310 W"
+
+
+def test_gpu_of_an_older_record_has_the_busy_share_of_the_whole_run(tmp_path: Path) -> None:
+    older = {key: value for key, value in GPU.items() if "training" not in key}
+    row = cells(page_of(tmp_path, older, None), "configuration, node, GPU")
+    assert (row["busy in training"], row["busy, whole run"]) == ("-", "41%")
+
+
+def test_kernel_time_is_a_share_of_the_traced_iterations(tmp_path: Path) -> None:
+    traced = {"iterations": 20, "seconds": 0.05, "window_seconds": 0.0625}
+    page = page_of(tmp_path, GPU, traced)
+    row = cells(page, "configuration, traced iterations")
+    assert (row["iterations"], row["kernel time each"]) == ("20", "2.50 ms")
+    assert row["kernel time, share"] == "80.0%"
+
+
+def test_without_or_with_damaged_kernel_time_there_is_no_table(tmp_path: Path) -> None:
+    damaged: tuple[Any, ...] = ({}, {"iterations": 0, "seconds": 1, "window_seconds": 1}, "1", None)
+    for number, kernel_time in enumerate(damaged):
+        page = page_of(tmp_path / str(number), None, kernel_time)
+        assert "traced iterations" not in page
