@@ -26,6 +26,11 @@ def test_step_schedule_keeps_each_rate_for_its_epochs() -> None:
     assert got == [1e-2] * 20 + [1e-3] * 10 + [1e-4] * 50
 
 
+def test_linear_decay_starts_at_the_rate_and_ends_before_zero() -> None:
+    got = rates(4, schedule="linear", lr=2.0)
+    assert got == pytest.approx([2.0, 1.5, 1.0, 0.5])
+
+
 def test_cosine_starts_at_the_rate_and_falls_toward_zero() -> None:
     got = rates(100, schedule="cosine", lr=1.0)
     assert got == pytest.approx([0.5 * (1 + math.cos(math.pi * i / 100)) for i in range(100)])

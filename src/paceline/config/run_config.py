@@ -186,7 +186,7 @@ class RunConfig:
         "constant",
         "optimizer",
         "learning rate schedule",
-        choices=("constant", "steps", "cosine", "one_cycle"),
+        choices=("constant", "steps", "linear", "cosine", "one_cycle"),
     )
     lr_steps: tuple[str, ...] = setting(
         (), "optimizer", "rate:epochs pairs for --schedule steps, as in 1e-2:10,1e-3:10,1e-4:20"

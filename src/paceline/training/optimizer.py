@@ -48,6 +48,8 @@ def _shape(config: RunConfig, total: int, batches_per_epoch: int) -> Schedule:
     peak = config.lr
     if config.schedule == "cosine":
         return lambda iteration: peak * _half_cosine(iteration / total)
+    if config.schedule == "linear":
+        return lambda iteration: peak * max(0.0, 1 - iteration / total)
     if config.schedule == "one_cycle":
         return lambda iteration: peak * _one_cycle(iteration / total)
     return lambda _: peak
