@@ -177,7 +177,7 @@ class Augmenter:
         self, kinds: Sequence[str], fill: Sequence[int] = (0,), device: torch.device | str = "cpu"
     ) -> None:
         self.kinds = frozenset(kinds)
-        self._flips = not self.kinds.isdisjoint(("flip", "alternate_flip"))
+        self.flips = not self.kinds.isdisjoint(("flip", "alternate_flip"))
         self.device = torch.device(device)
         self.fill = torch.tensor(fill, dtype=torch.uint8, device=device).view(1, -1, 1, 1)
         """Value of cut-out pixels, one per channel or one for all channels."""
@@ -191,7 +191,7 @@ class Augmenter:
         # Samples to flip are gathered after the others, so that flipping takes one slice.
         # `position` maps each sample to its gathered index; the next copy restores the order.
         position, unflipped = buffer.indices, samples
-        if self._flips:
+        if self.flips:
             flipped_last = params.flipped.argsort(kind="stable")
             position = np.empty_like(flipped_last)
             position[flipped_last] = buffer.indices
@@ -202,7 +202,7 @@ class Augmenter:
             images = buffer.crop(images, unflipped, position, params.top, params.left)
         elif "shift" in self.kinds:
             images = buffer.crop(images, unflipped, position, params.down, params.right)
-        elif self._flips:
+        elif self.flips:
             images[unflipped:] = images[unflipped:].flip(3)
             images = images.index_select(0, torch.from_numpy(position).to(self.device))
         if "cutout" in self.kinds:

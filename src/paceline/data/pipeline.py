@@ -22,12 +22,12 @@ from paceline.data.image_transforms import (
 )
 from paceline.data.sampling import GlobalBatchSampler
 
-_MAX_GPU_MEMORY_FRACTION = 0.5
-"""A split is kept on the GPU if it needs at most this fraction of the free GPU memory."""
-
 
 class InputPipeline:
-    """Training batches by epoch and index; the same arguments always give the same batch."""
+    """Training batches by epoch and index; the same arguments always give the same batch.
+
+    Samples are gathered on the CPU; resident.py has the pipeline of a dataset on the GPU.
+    """
 
     def __init__(
         self,
@@ -44,43 +44,41 @@ class InputPipeline:
         self.order = order
         self.seed = seed
         self._device = torch.device(device)
-        self._convert = _converter(split, transform, dtype, self._device, channels_last)
-        storage_device = _storage_device(split, self._device)
-        self._inputs = split.inputs.to(storage_device)
-        self._targets = split.targets.to(storage_device)
+        self._convert = converter(split, transform, dtype, self._device, channels_last)
+        self._split = split
+        self._epoch = self._first = self._samples = 0
         self._augmenter: Augmenter | None = None
         if augment:
             assert transform is not None, "load_dataset checks that --augment gets images"
             self._augmenter = Augmenter(augment, transform.mean_pixel, self._device)
-        self._epoch_rows: tuple[int, Tensor] | None = None
         self._epoch_params: tuple[int, AugmentParams] | None = None
 
     def batch(self, epoch: int, index: int, part: slice | None = None) -> tuple[Tensor, Tensor]:
         """Return inputs and int64 targets of global batch `index`, or of the slice `part` of it."""
-        first = index * self.order.batch_size
-        samples = min(self.order.batch_size, self.order.samples - first)
-        begin, end, _ = slice(None).indices(samples) if part is None else part.indices(samples)
-        chosen = slice(first + begin, first + max(begin, end))
-        rows = self._rows(epoch)[chosen]
-        targets = self._targets.index_select(0, rows).to(self._device, torch.int64)
-        if self._augmenter is None:
-            inputs = self._inputs.index_select(0, rows)
-        else:
-            params = self._augment_params(epoch).part(chosen)
-            inputs = self._augmenter.gather(self._inputs, rows, params)
-        return self._convert(inputs), targets
+        self.seek(epoch, index)
+        return self.gather(part)
 
-    def _rows(self, epoch: int) -> Tensor:
-        """Return the sample order of an epoch on the device that holds the split."""
-        if self._inputs.device.type == "cpu":
-            return self.order.permutation(epoch)
-        if self._epoch_rows is None or self._epoch_rows[0] != epoch:
-            self._epoch_rows = (epoch, self.order.permutation(epoch).to(self._inputs.device))
-        return self._epoch_rows[1]
+    def seek(self, epoch: int, index: int) -> None:
+        """Select the global batch that `gather` returns."""
+        self._epoch, self._first = epoch, index * self.order.batch_size
+        self._samples = self.order.batch_samples(index)
+
+    def gather(self, part: slice | None = None) -> tuple[Tensor, Tensor]:
+        """Return inputs and int64 targets of the selected batch, or of the slice `part` of it."""
+        begin, end = bounds_of(part, self._samples)
+        chosen = slice(self._first + begin, self._first + end)
+        rows = self.order.permutation(self._epoch)[chosen]
+        targets = self._split.targets.index_select(0, rows).to(self._device, torch.int64)
+        if self._augmenter is None:
+            inputs = self._split.inputs.index_select(0, rows)
+        else:
+            params = self._augment_params(self._epoch).part(chosen)
+            inputs = self._augmenter.gather(self._split.inputs, rows, params)
+        return self._convert(inputs), targets
 
     def _augment_params(self, epoch: int) -> AugmentParams:
         if self._epoch_params is None or self._epoch_params[0] != epoch:
-            height, width = self._inputs.shape[2:]
+            height, width = self._split.inputs.shape[2:]
             params = draw_augment_params(self.seed, epoch, self.order.samples, height, width)
             assert self._augmenter is not None
             if "alternate_flip" in self._augmenter.kinds:
@@ -90,16 +88,10 @@ class InputPipeline:
         return self._epoch_params[1]
 
 
-def _storage_device(split: Split, device: torch.device) -> torch.device:
-    """Return the device that holds the split: the GPU if the split fits, otherwise unchanged."""
-    if device.type != "cuda":
-        return split.inputs.device
-    free_bytes, _ = torch.cuda.mem_get_info(device)
-    return (
-        device
-        if split.inputs.nbytes <= free_bytes * _MAX_GPU_MEMORY_FRACTION
-        else split.inputs.device
-    )
+def bounds_of(part: slice | None, samples: int) -> tuple[int, int]:
+    """Return first and last index (exclusive) of a slice of a batch."""
+    begin, end, _ = (part or slice(None)).indices(samples)
+    return begin, max(begin, end)
 
 
 def evaluation_batches(
@@ -113,14 +105,14 @@ def evaluation_batches(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield every sample once in the order of the split; the last batch may be smaller."""
     device = torch.device(device)
-    convert = _converter(split, transform, dtype, device, channels_last)
+    convert = converter(split, transform, dtype, device, channels_last)
     for begin in range(0, len(split), batch_size):
         chosen = slice(begin, begin + batch_size)
         targets = split.targets[chosen].to(device, torch.int64)
         yield convert(split.inputs[chosen]), targets
 
 
-def _converter(
+def converter(
     split: Split,
     transform: ImageTransform | None,
     dtype: torch.dtype,

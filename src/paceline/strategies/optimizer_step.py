@@ -19,14 +19,19 @@ from torch.optim import optimizer as optimizer_module
 def step_unless_overflow(scaler: torch.amp.GradScaler, step: FusedSgdStep) -> None:
     """Run the optimizer, unless a gradient overflowed in fp16.
 
-    Gradients of an optimizer without state must already be unscaled: if torch's fused SGD skips its
-    first step, its momentum is uninitialized memory.
+    Gradients of an optimizer that lacks its momentum must already be unscaled: if torch's fused SGD
+    skips its first step, its momentum is uninitialized memory.
     """
     optimizer = step.optimizer
     if not scaler.is_enabled():
         step()
-    elif optimizer.state or not float(overflow(scaler, optimizer)):
+    elif not lacks_momentum(optimizer) or not float(overflow(scaler, optimizer)):
         scaler.step(optimizer)
+
+
+def lacks_momentum(optimizer: Optimizer) -> bool:
+    """Return whether the next step creates the momentum of the weights."""
+    return not optimizer.state and any(group.get("momentum") for group in optimizer.param_groups)
 
 
 def overflow(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> Tensor:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from paceline.comm.communicator import Communicator
 from paceline.comm.connection import Connection
 from paceline.measure.phase_clock import ExposedIntervals, PhaseClock
-from paceline.strategies.optimizer_step import FusedSgdStep, step_unless_overflow
+from paceline.strategies.optimizer_step import FusedSgdStep, lacks_momentum, step_unless_overflow
 from paceline.strategies.sync_batch_norm import SyncBatchNorm
 
 
@@ -161,7 +161,7 @@ class Replica:
     def update(self) -> None:
         """Clip the gradients, run the optimizer and clear the gradients."""
         self.clock.enter("update")
-        if self.clip_norm is not None or not self.optimizer.state:
+        if self.clip_norm is not None or lacks_momentum(self.optimizer):
             self.scaler.unscale_(self.optimizer)
         if self.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.trainable, self.clip_norm)

@@ -21,6 +21,7 @@ from paceline.comm.connection import Connection
 from paceline.comm.cost import Cost, Network
 from paceline.config import RunConfig
 from paceline.strategies.checkpoint_state import CheckpointState
+from paceline.strategies.optimizer_step import lacks_momentum
 from paceline.strategies.replica import Replica, broadcast_model
 
 
@@ -100,6 +101,13 @@ class Strategy:
         wait for the GPU.
         """
         return "the strategy does not support it"
+
+    def is_warm(self) -> bool:
+        """Return whether the next steps repeat the GPU work of the last one.
+
+        Asked after `warmup_steps`; until it is true, steps run eagerly.
+        """
+        return not (self.replica.scaler.is_enabled() and lacks_momentum(self.replica.optimizer))
 
     def finish(self) -> None:
         """End training: load the final weights on every rank. Called once. Collective."""

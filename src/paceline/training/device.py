@@ -34,6 +34,17 @@ def autocast(config: RunConfig, device: torch.device) -> AbstractContextManager[
     return torch.autocast(device.type, dtype=kind, cache_enabled=False)
 
 
+def side_stream(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which a GPU works on a stream of its own; no effect on a CPU.
+
+    CUDA graphs cannot be captured on the default stream, and all work on one stream needs no
+    synchronization.
+    """
+    if device.type != "cuda":
+        return nullcontext()
+    return torch.cuda.stream(torch.cuda.Stream(device))
+
+
 @contextmanager
 def computing(config: RunConfig, local_rank: int | None = None) -> Iterator[None]:
     """Apply threads, determinism and core pinning of the config, and restore them afterwards."""

@@ -76,7 +76,11 @@ def _update_matrix(weight: Tensor, state: dict[str, Any], group: dict[str, Any])
     scale = ADAM_UPDATE_RMS * math.sqrt(max(ahead.shape))
     if group["weight_decay"]:
         weight.mul_(1 - group["lr"] * group["weight_decay"])
-    weight.add_(orthogonalize(ahead).view(weight.shape), alpha=-group["lr"] * scale)
+    update = orthogonalize(ahead).view(weight.shape)
+    if isinstance(group["lr"], Tensor):
+        weight.addcmul_(update, group["lr"], value=-scale)
+    else:
+        weight.add_(update, alpha=-group["lr"] * scale)
 
 
 def _update_vectors(

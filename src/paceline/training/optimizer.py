@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from paceline.config import RunConfig
@@ -84,6 +84,34 @@ def build_optimizer(config: RunConfig, parameters: Iterable[nn.Parameter]) -> Op
     for each in (SGD, Adam, AdamW):
         _avoid_dynamo(each)
     weights = [weight for weight in parameters if weight.requires_grad]
+    optimizer = _create(config, weights)
+    if weights and weights[0].is_cuda:
+        keep_rate_on_device(optimizer, weights[0].device)
+    return optimizer
+
+
+def keep_rate_on_device(optimizer: Optimizer, device: torch.device) -> None:
+    """Make the learning rate a tensor, so that a CUDA graph reads its current value.
+
+    State dicts contain plain numbers, and can be loaded on any device.
+    """
+
+    def to_device(optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device=device)
+            if "capturable" in group:
+                group["capturable"] = True
+
+    def to_numbers(_: Optimizer, state: dict[str, Any]) -> None:
+        for group in state["param_groups"]:
+            group["lr"] = float(group["lr"])
+
+    to_device(optimizer)
+    optimizer.register_load_state_dict_post_hook(to_device)
+    optimizer.register_state_dict_post_hook(to_numbers)
+
+
+def _create(config: RunConfig, weights: list[nn.Parameter]) -> Optimizer:
     if config.optimizer == "sgd":
         return SGD(
             weights,
@@ -118,8 +146,14 @@ def _avoid_dynamo(kind: type[Optimizer]) -> None:
 
     They import it to be excluded from torch.compile; only models are compiled here.
     """
-    methods = (Optimizer.add_param_group, Optimizer.zero_grad)
-    for method in (*methods, Optimizer.state_dict, Optimizer.load_state_dict):
+    for method in (
+        Optimizer.add_param_group,
+        Optimizer.zero_grad,
+        Optimizer.state_dict,
+        Optimizer.load_state_dict,
+        Optimizer.register_state_dict_post_hook,
+        Optimizer.register_load_state_dict_post_hook,
+    ):
         if function := getattr(method, "__wrapped__", None):
             function.__dynamo_disable = function
     decorated = kind.step
@@ -136,4 +170,7 @@ def _avoid_dynamo(kind: type[Optimizer]) -> None:
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate

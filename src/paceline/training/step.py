@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -19,8 +20,25 @@ from paceline.data.sampling import rank_shard
 from paceline.strategies.replica import Replica
 from paceline.strategies.strategy import Strategy
 from paceline.training.coordination import StepCoordinator
+from paceline.training.cuda_graph import GraphCache
 from paceline.training.loss import cross_entropy
 from paceline.training.optimizer import learning_rate, set_learning_rate
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What a step computes, apart from the values of its samples and weights."""
+
+    global_samples: int
+    shards: tuple[tuple[int, int, int], ...]
+    """Of each part of the global batch that is gathered: begin, end, and how many samples count."""
+    microbatches: int
+    """Into which this rank's samples are split, if there is one shard."""
+
+    @property
+    def samples(self) -> int:
+        """Samples of this rank that count."""
+        return sum(counted for _, _, counted in self.shards)
 
 
 class TrainStep:
@@ -34,7 +52,9 @@ class TrainStep:
         pipeline: InputPipeline,
         coordinator: StepCoordinator,
         autocast: AbstractContextManager[Any],
+        graphs: GraphCache | None = None,
     ) -> None:
+        """With `graphs`, steps are captured and replayed."""
         self.replica = replica
         self.strategy = strategy
         self.batches_per_epoch = pipeline.order.batches_per_epoch
@@ -43,6 +63,7 @@ class TrainStep:
         self._pipeline = pipeline
         self._coordinator = coordinator
         self._autocast = autocast
+        self._graphs = graphs
         self._clock = replica.clock
         self._schedule = learning_rate(config, self.batches_per_epoch)
         self._accumulate = config.accumulate
@@ -59,15 +80,13 @@ class TrainStep:
         Returns the mean loss of the shard's samples, and their number.
         """
         epoch, index = divmod(iteration, self.batches_per_epoch)
-        global_samples = self._pipeline.order.batch_samples(index)
         self.learning_rate = self._schedule(iteration)
         set_learning_rate(self.replica.optimizer, self.learning_rate)
-        if self._has_sync_layers and min(self._accumulate, global_samples) > 1:
-            loss, samples = self._accumulate_global(epoch, index, global_samples, shard)
-        else:
-            loss, samples = self._accumulate_local(epoch, index, global_samples, shard)
-        self.strategy.step()
-        return loss, samples
+        self._pipeline.seek(epoch, index)
+        work = self._split(self._pipeline.order.batch_samples(index), shard)
+        if self._graphs is None:
+            return self._update(work), work.samples
+        return self._graphs.run(work, lambda: self._update(work)), work.samples
 
     def compute(self, inputs: Tensor, targets: Tensor, weight: float = 1.0) -> Tensor:
         """Run the forward and backward pass of one microbatch and return its mean loss.
@@ -87,55 +106,70 @@ class TrainStep:
             self._backward_seconds = self._clock.arrive("other") - turned
         return loss.detach()
 
-    def _accumulate_local(
-        self, epoch: int, index: int, global_samples: int, shard: int
-    ) -> tuple[Tensor, int]:
-        """Split the batch into shards, and this rank's shard into microbatches."""
-        rows, samples = None, global_samples
-        if not self._is_alone:
-            rows, samples = rank_shard(global_samples, self._coordinator.shares, shard)
-        self.replica.begin_batch(samples, global_samples)
-        inputs, targets = self._pipeline.batch(epoch, index, rows)
-        count = min(self._accumulate, len(targets))
+    def _split(self, global_samples: int, shard: int) -> _Work:
+        """Return this rank's work on a global batch.
+
+        Usually the batch is split into shards, and this rank's shard into microbatches. With layers
+        that communicate, the batch is split into microbatches, and each of them into shards: these
+        layers then see the statistics of the same microbatches as one worker does.
+        """
+        microbatches = min(self._accumulate, global_samples)
+        if self._is_alone:
+            return _Work(global_samples, ((0, global_samples, global_samples),), microbatches)
+        shares = self._coordinator.shares
+        if not self._has_sync_layers or microbatches == 1:
+            rows, samples = rank_shard(global_samples, shares, shard)
+            shards = ((rows.start, rows.stop, samples),)
+            return _Work(global_samples, shards, min(self._accumulate, rows.stop - rows.start))
+        # Sizes as `tensor_split` has them.
+        size, rest = divmod(global_samples, microbatches)
+        parts, begin = [], 0
+        for number in range(microbatches):
+            length = size + (number < rest)
+            rows, samples = rank_shard(length, shares, shard)
+            parts.append((begin + rows.start, begin + rows.stop, samples))
+            begin += length
+        return _Work(global_samples, tuple(parts), 1)
+
+    def _update(self, work: _Work) -> Tensor:
+        """Gather the samples, compute gradients and update the weights; return the mean loss.
+
+        Apart from `work`, its operations must not depend on values of the program, so that they can
+        be captured.
+        """
+        self.replica.begin_batch(work.samples, work.global_samples)
+        compute = self._compute_local if len(work.shards) == 1 else self._compute_global
+        loss = compute(work)
+        self.strategy.step()
+        return loss
+
+    def _compute_local(self, work: _Work) -> Tensor:
+        ((begin, end, samples),) = work.shards
+        is_whole = end - begin == work.global_samples
+        inputs, targets = self._pipeline.gather(None if is_whole else slice(begin, end))
+        count = work.microbatches
         if count == 1:
-            return self.compute(inputs, targets, samples / global_samples), samples
+            return self.compute(inputs, targets, samples / work.global_samples)
         total: Tensor | float = 0.0
         microbatches = zip(inputs.tensor_split(count), targets.tensor_split(count), strict=True)
-        computed = len(targets)
         for number, (inputs, targets) in enumerate(microbatches, 1):
             self.replica.is_last_microbatch = number == count
-            loss = self.compute(inputs, targets, len(targets) / global_samples)
-            total = total + loss * (len(targets) / computed)
+            loss = self.compute(inputs, targets, len(targets) / work.global_samples)
+            total = total + loss * (len(targets) / (end - begin))
         assert isinstance(total, Tensor)
-        return total, samples
+        return total
 
-    def _accumulate_global(
-        self, epoch: int, index: int, global_samples: int, shard: int
-    ) -> tuple[Tensor, int]:
-        """Split the batch into microbatches, and each microbatch into shards.
-
-        Layers that communicate then see the statistics of the same microbatches as one worker does.
-        """
-        count = min(self._accumulate, global_samples)
-        shares = self._coordinator.shares
-        # Sizes as `tensor_split` has them.
-        sizes = [global_samples // count + (i < global_samples % count) for i in range(count)]
-        shards = [rank_shard(size, shares, shard) for size in sizes]
-        own_samples = sum(samples for _, samples in shards)
-        self.replica.begin_batch(own_samples, global_samples)
+    def _compute_global(self, work: _Work) -> Tensor:
         total: Tensor | float = 0.0
-        begin = 0
-        for number, (size, (rows, samples)) in enumerate(zip(sizes, shards, strict=True), 1):
+        for number, (begin, end, samples) in enumerate(work.shards, 1):
             self._clock.enter("input")
-            chosen = slice(begin + rows.start, begin + rows.stop)
-            inputs, targets = self._pipeline.batch(epoch, index, chosen)
+            inputs, targets = self._pipeline.gather(slice(begin, end))
             self.replica.set_sample_counts(samples > 0)
-            self.replica.is_last_microbatch = number == count
-            loss = self.compute(inputs, targets, samples / global_samples)
+            self.replica.is_last_microbatch = number == len(work.shards)
+            loss = self.compute(inputs, targets, samples / work.global_samples)
             total = total + loss * samples
-            begin += size
         assert isinstance(total, Tensor)
-        return total / own_samples if own_samples else loss, own_samples
+        return total / work.samples if work.samples else loss
 
     def _emulate_slow_rank(self, began: float) -> None:
         """Sleep for --slow, before the backward pass may begin to communicate."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,17 +22,19 @@ from paceline.config import RunConfig
 from paceline.data.dataset import Dataset
 from paceline.data.loading import load_dataset
 from paceline.data.pipeline import InputPipeline, evaluation_batches
+from paceline.data.resident import pipeline_for
 from paceline.data.sampling import GlobalBatchSampler
 from paceline.errors import (
     AgreedStopError,
     CheckpointError,
+    ConfigError,
     PacelineError,
     RunError,
     UserCodeError,
     error_line,
 )
 from paceline.measure.kernel_time import kernel_timer_for
-from paceline.measure.phase_clock import PhaseClock, clock_for
+from paceline.measure.phase_clock import CudaPhaseClock, PhaseClock, clock_for
 from paceline.measure.startup import StartupTimer
 from paceline.measure.tensorboard import TensorBoardWriter
 from paceline.measure.trace import Tracer
@@ -44,7 +47,13 @@ from paceline.strategies.sync_batch_norm import convert_sync_batch_norm
 from paceline.training import run_state
 from paceline.training.checkpoint import Checkpoint, CheckpointStore
 from paceline.training.coordination import StepCoordinator
-from paceline.training.device import autocast, choose_device, computing
+from paceline.training.cuda_graph import (
+    CaptureReport,
+    CudaGraphBackend,
+    GraphCache,
+    capture_obstacle,
+)
+from paceline.training.device import autocast, choose_device, computing, side_stream
 from paceline.training.display import Display
 from paceline.training.evaluation import Evaluator
 from paceline.training.loop import StopRequest, TrainingLoop
@@ -146,10 +155,13 @@ def run_worker(
     """Train, starting from `checkpoint` if there is one; the report says how the run ended."""
     # The clock of a GPU waits for its context.
     clock.startup.enter("device")
-    clock = clock_for(prepared.device, clock)
-    clock.startup.enter("model")
-    trainer = Trainer(config, folder, prepared, context, checkpoint, display, clock)
-    with computing(config, context.rank_info.local_rank), contextlib.closing(trainer.logger):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(side_stream(prepared.device))
+        clock = clock_for(prepared.device, clock)
+        clock.startup.enter("model")
+        trainer = Trainer(config, folder, prepared, context, checkpoint, display, clock)
+        stack.enter_context(computing(config, context.rank_info.local_rank))
+        stack.enter_context(contextlib.closing(trainer.logger))
         try:
             trainer.begin(checkpoint)
             with trainer.stop.on_signals():
@@ -185,6 +197,7 @@ class Trainer:
         self.clock = clock
         self.warnings = list(prepared.dataset.warnings)
         self.stop = StopRequest()
+        self.capture_report = CaptureReport(reason="the run ended before the first step")
         self.progress = Progress()
         self.kernel_time: dict[str, float] | None = None
         """Of the traced iterations."""
@@ -245,7 +258,7 @@ class Trainer:
 
     def _build_loop(self, tracer: Tracer | None) -> TrainingLoop:
         config, dataset, device = self.config, self.prepared.dataset, self.prepared.device
-        pipeline = InputPipeline(
+        pipeline = pipeline_for(
             dataset.train,
             dataset.transform,
             self.order,
@@ -263,7 +276,15 @@ class Trainer:
             config,
             self.progress,
             self.totals,
-            TrainStep(config, replica, strategy, pipeline, self.coordinator, precision),
+            TrainStep(
+                config,
+                replica,
+                strategy,
+                pipeline,
+                self.coordinator,
+                precision,
+                self._build_graphs(pipeline),
+            ),
             Evaluator(config, replica, strategy, dataset, device, precision),
             self.logger,
             self.coordinator,
@@ -271,6 +292,36 @@ class Trainer:
             self._checkpoint if config.checkpoint_every != "never" else None,
             tracer,
         )
+
+    def _build_graphs(self, pipeline: InputPipeline) -> GraphCache | None:
+        """Return None if steps run eagerly."""
+        config, device, strategy = self.config, self.prepared.device, self.prepared.strategy
+        obstacle = capture_obstacle(config, device, pipeline, strategy)
+        if obstacle is not None:
+            if config.cuda_graph == "on":
+                raise ConfigError([f"--cuda-graph on: {obstacle}; use auto"])
+            if device.type == "cuda" and config.cuda_graph == "auto":
+                self.logger.display.say(f"paceline: no CUDA graph of the steps: {obstacle}")
+            self.capture_report = CaptureReport(reason=obstacle)
+            return None
+        assert isinstance(self.clock, CudaPhaseClock)
+        graphs = GraphCache(
+            CudaGraphBackend(),
+            [self.clock],
+            warmup=strategy.warmup_steps,
+            is_warm=strategy.is_warm,
+            model=self.replica.model,
+            on_failure=self._continue_eagerly,
+        )
+        self.capture_report = graphs.report
+        return graphs
+
+    def _continue_eagerly(self, reason: str) -> None:
+        if self.config.cuda_graph == "on":
+            raise UserCodeError(f"--cuda-graph on: a step cannot be captured: {reason}; use auto")
+        # They are memory of the failed capture.
+        self.replica.clear_gradients()
+        self._warn(f"no CUDA graph of the steps, which take longer without one: {reason}")
 
     def _build_tracer(self) -> Tracer:
         done = self.progress.steps
@@ -380,12 +431,18 @@ class Trainer:
                 ),
                 "startup_seconds": self.clock.startup.seconds,
                 "kernel_time": self.kernel_time,
+                **self._device_account(),
             },
             checkpoints=self.totals.checkpoints,
             measuring_fraction=measuring / max(self.clock.wall_seconds, 1e-9),
             warnings=self.warnings,
             samples_before=self.progress.samples_before,
         )
+
+    def _device_account(self) -> dict[str, Any]:
+        """Return the entries of a worker that trains on a GPU."""
+        is_gpu = self.prepared.device.type == "cuda"
+        return {"cuda_graph": asdict(self.capture_report)} if is_gpu else {}
 
 
 def _cause(error: Exception) -> str:

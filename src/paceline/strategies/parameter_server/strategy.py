@@ -117,7 +117,7 @@ class ParameterServer(ServerStrategy):
         checkpoint.initialize_servers({})
 
     def step(self) -> None:
-        rate = self.replica.optimizer.param_groups[0]["lr"]
+        rate = float(self.replica.optimizer.param_groups[0]["lr"])
         if self.synchronous:
             with self.replica.exposed_communication():
                 self._servers.step(rate, self.replica.clip_norm)

@@ -1,0 +1,301 @@
+"""Captured steps equal eager steps bit for bit; what cannot be captured runs eagerly.
+
+A recorder on the CPU stands for CUDA graphs: see tests/support/recorded_graph.py.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from functools import partial
+from time import perf_counter
+from typing import Any, Self
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline.comm import in_process
+from paceline.config import RunConfig
+from paceline.config.parsing import from_mapping
+from paceline.data.loading import load_dataset
+from paceline.data.resident import ResidentPipeline
+from paceline.data.sampling import GlobalBatchSampler
+from paceline.measure.phase_clock import CudaPhaseClock, PhaseClock
+from paceline.models.build import build_model
+from paceline.strategies import create_strategy
+from paceline.strategies.replica import Replica
+from paceline.training.coordination import StepCoordinator
+from paceline.training.cuda_graph import COPIES, MAX_FUNCTIONS, GraphCache, capture_obstacle
+from paceline.training.device import autocast
+from paceline.training.optimizer import build_optimizer, keep_rate_on_device
+from paceline.training.rank_report import weights_sha256
+from paceline.training.step import TrainStep
+from tests.support.recorded_graph import GraphError, RecordingBackend
+
+CPU = torch.device("cpu")
+
+
+class CpuMark:
+    def __init__(self) -> None:
+        self.at = perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end_event: Self, /) -> float:
+        return 1000 * (end_event.at - self.at)
+
+
+class CpuMarks:
+    """Records marks of a GPU that is always idle."""
+
+    def record(self, _: object) -> CpuMark:
+        return CpuMark()
+
+    def record_in_graph(self) -> CpuMark:
+        return CpuMark()
+
+    def record_anchor(self) -> CpuMark:
+        return CpuMark()
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small operations take much longer if threads wait for busy cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def config_of(**settings: Any) -> RunConfig:
+    # 40 samples in batches of 16: the last batch of an epoch has 8.
+    small = {"data": "digits", "train_samples": 40, "batch_size": 16, "epochs": 4, "seed": 3}
+    return from_mapping({**small, **settings})
+
+
+class Trained:
+    """A short training on the CPU, with steps that are recorded and replayed or run eagerly."""
+
+    def __init__(self, config: RunConfig, graphs: Callable[[Replica], GraphCache] | None) -> None:
+        dataset = load_dataset(config)
+        order = GlobalBatchSampler(len(dataset.train), config.global_batch_size, config.seed)
+        pipeline = ResidentPipeline(
+            dataset.train, dataset.transform, order, config.augment, config.seed
+        )
+        torch.manual_seed(config.seed)
+        model = build_model(
+            config.model,
+            dataset.sample_shape,
+            dataset.classes,
+            config.seed,
+            options=config.model_options,
+        )
+        optimizer = build_optimizer(config, model.parameters())
+        # As on a GPU.
+        keep_rate_on_device(optimizer, CPU)
+        self.replica = Replica(
+            model=model,
+            optimizer=optimizer,
+            clock=CudaPhaseClock(PhaseClock(), CpuMarks()),
+            forward=model,
+            scaler=torch.amp.GradScaler("cpu", enabled=config.precision == "fp16"),
+            communicator=in_process.single(),
+            clip_norm=config.clip_norm,
+        )
+        strategy = create_strategy("single", {})
+        strategy.setup(self.replica)
+        step = TrainStep(
+            config,
+            self.replica,
+            strategy,
+            pipeline,
+            StepCoordinator(config, strategy, self.replica),
+            autocast(config, CPU),
+            graphs(self.replica) if graphs else None,
+        )
+        steps = range(config.iterations_in_total(order.batches_per_epoch))
+        self.losses = [step(iteration, 0)[0] for iteration in steps]
+
+    @property
+    def state(self) -> tuple[str, list[float]]:
+        losses = [float(loss) for loss in self.losses]
+        return weights_sha256(self.replica.model.state_dict()), losses
+
+
+def cache_of(backend: RecordingBackend, **options: Any) -> Callable[[Replica], GraphCache]:
+    def make(replica: Replica) -> GraphCache:
+        assert isinstance(replica.clock, CudaPhaseClock)
+        return GraphCache(backend, [replica.clock], **{"warmup": 2, **options})
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model": "lenet", "optimizer": "adamw", "lr": 0.001},
+        {"model": "cnn", "lr": 0.01, "augment": "crop"},
+        {"model": "resnet18", "model_options": {"width": 0.0625}, "lr": 0.01},
+        {"model": "mlp", "schedule": "one_cycle", "lr": 0.01},
+        {"model": "mlp", "schedule": "cosine", "warmup_epochs": 2, "momentum": 0},
+        {"model": "mlp", "accumulate": 3, "clip_norm": 0.5, "label_smoothing": 0.1},
+        {"model": "mlp", "precision": "bf16", "optimizer": "adam", "lr": 0.001},
+        {"model": "mlp", "precision": "fp16", "clip_norm": 0.5},
+        {"model": "mlp", "precision": "fp16", "momentum": 0},
+        {"model": "lenet", "optimizer": "muon", "lr": 0.002, "weight_decay": 0.01},
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())),
+)
+def test_captured_steps_equal_eager_steps(settings: dict[str, Any]) -> None:
+    config = config_of(**settings)
+    backend = RecordingBackend()
+    captured = Trained(config, cache_of(backend))
+    eager = Trained(config, None)
+    # Two warm-up steps of full batches and one of the smaller last batch are eager.
+    assert backend.replays == 12 - 3
+    assert captured.state == eager.state
+
+
+def test_shapes_after_the_first_need_one_eager_step() -> None:
+    backend = RecordingBackend()
+    graphs = GraphCache(backend, [], warmup=3)
+    values = {name: torch.zeros(()) for name in "ab"}
+
+    def add(name: str) -> Callable[[], Tensor]:
+        return lambda: values[name].add_(1).clone()
+
+    for name in "aaaabba":
+        graphs.run(name, add(name))
+    assert {name: float(value) for name, value in values.items()} == {"a": 5, "b": 2}
+    assert backend.replays == 3
+
+
+def test_graphs_of_consecutive_steps_take_turns() -> None:
+    graphs = GraphCache(RecordingBackend(), [], warmup=1)
+    value = torch.zeros(())
+    results = [graphs.run("step", lambda: value.add_(1).clone()) for _ in range(12)]
+    assert [float(result) for result in results] == [*range(1, 13)]
+    assert graphs.report.graphs == COPIES
+    assert graphs.report.captured
+    assert graphs.report.reason is None
+
+
+def test_number_of_shapes_is_limited() -> None:
+    graphs = GraphCache(RecordingBackend(), [], warmup=1)
+    value = torch.zeros(())
+    for _ in range(3):
+        for key in range(MAX_FUNCTIONS + 3):
+            graphs.run(key, lambda: value.add_(1))
+    assert float(value) == 3 * (MAX_FUNCTIONS + 3)
+    assert graphs.report.graphs == MAX_FUNCTIONS
+
+
+def test_steps_run_eagerly_until_the_strategy_is_warm() -> None:
+    backend, is_warm = RecordingBackend(), [False]
+    graphs = GraphCache(backend, [], warmup=1, is_warm=lambda: is_warm[0])
+    value = torch.zeros(())
+    for step in range(6):
+        is_warm[0] = step >= 4
+        graphs.run("step", lambda: value.add_(1))
+    assert (float(value), backend.replays) == (6, 2)
+
+
+class ReadsItsInput(nn.Module):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs if float(inputs.sum()) > 0 else -inputs
+
+
+class Draws(nn.Module):
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs * self.draw()
+
+
+class Counts(nn.Module):
+    passes = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.passes += 1
+        return inputs * self.passes
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (ReadsItsInput, "_local_scalar_dense.default reads a value"),
+        (lambda: Draws(random.random), "the model draws random numbers on the CPU"),
+        (lambda: Draws(lambda: np.random.rand()), "the model draws random numbers on the CPU"),
+        (Counts, "the model changes Counts.passes in each pass"),
+    ],
+)
+def test_model_that_cannot_be_repeated_runs_eagerly(
+    make: Callable[[], nn.Module], reason: str
+) -> None:
+    def outputs(capture: bool) -> list[float]:
+        random.seed(1)
+        np.random.seed(1)
+        torch.manual_seed(1)
+        model, inputs = make(), torch.ones(1)
+        reasons: list[str] = []
+        graphs = GraphCache(
+            RecordingBackend(), [], warmup=2, model=model, on_failure=reasons.append
+        )
+        run = (
+            partial(graphs.run, "step", partial(model, inputs))
+            if capture
+            else partial(model, inputs)
+        )
+        results = [run() for _ in range(5)]
+        if capture:
+            assert len(reasons) == 1
+            assert reason in reasons[0]
+            assert graphs.report.reason == reasons[0]
+            assert not graphs.report.captured
+        return [float(result) for result in results]
+
+    assert outputs(capture=True) == outputs(capture=False)
+
+
+def test_failed_capture_may_end_the_run() -> None:
+    class StopError(Exception): ...
+
+    def fail(reason: str) -> None:
+        raise StopError(reason)
+
+    graphs = GraphCache(RecordingBackend(), [], warmup=0, on_failure=fail)
+    with pytest.raises(StopError, match="reads a value"):
+        graphs.run("step", lambda: torch.ones(1) * float(torch.ones(1)))
+
+
+def test_recorder_rejects_what_a_cuda_graph_cannot_contain() -> None:
+    with pytest.raises(GraphError):
+        RecordingBackend().capture(lambda: torch.ones(1) * torch.ones(1).item())
+
+
+def test_cpu_runs_eagerly() -> None:
+    config = config_of(model="mlp")
+    trained = Trained(config, None)
+    strategy = create_strategy("single", {})
+    strategy.setup(trained.replica)
+    pipeline = ResidentPipeline(
+        load_dataset(config).train, None, GlobalBatchSampler(40, 16, seed=3)
+    )
+    assert capture_obstacle(config, CPU, pipeline, strategy) == "the device is not a GPU"
+    gpu = torch.device("cuda", 0)
+    assert capture_obstacle(config, gpu, pipeline, strategy) is None
+    off = config_of(model="mlp", cuda_graph="off")
+    assert capture_obstacle(off, gpu, pipeline, strategy) == "--cuda-graph off"
+    slow = config_of(model="mlp", slow="0=2")
+    assert "--slow" in str(capture_obstacle(slow, gpu, pipeline, strategy))
