@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import resource
 import subprocess
@@ -12,6 +13,8 @@ import pytest
 
 import paceline
 from paceline.cli import COMMANDS, main
+from paceline.cli.config_flags import add_config_flags, given_flags
+from paceline.config import from_mapping, non_default_values, to_argv
 from paceline.errors import ConfigError
 
 SMALL = ["--train-samples", "64", "--test-samples", "32", "--batch-size", "16", "--threads", "1",
@@ -409,3 +412,23 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
         main([command, "--help"])
     assert caught.value.code == 0
     assert "usage: paceline" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], "auto"),
+        (["--channels-last"], "on"),
+        (["--channels-last", "--lr", "0.1"], "on"),
+        (["--channels-last", "off"], "off"),
+        (["--channels-last=auto"], "auto"),
+        (["--no-channels-last"], "off"),
+    ],
+)
+def test_a_switch_is_on_alone_and_off_with_no(flags: list[str], expected: str) -> None:
+    parser = argparse.ArgumentParser()
+    add_config_flags(parser)
+    config = from_mapping(given_flags(parser.parse_args(flags)))
+    assert config.channels_last == expected
+    again = from_mapping(given_flags(parser.parse_args(to_argv(non_default_values(config)))))
+    assert again == config

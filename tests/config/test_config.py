@@ -37,6 +37,29 @@ def test_text_and_yaml_values_give_the_same_config() -> None:
     assert text == yaml
 
 
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (True, "on"),
+        (False, "off"),
+        ("true", "on"),
+        ("False", "off"),
+        ("on", "on"),
+        ("off", "off"),
+        ("auto", "auto"),
+    ],
+)
+def test_a_switch_accepts_booleans_of_yaml_and_older_records(value: object, expected: str) -> None:
+    assert from_mapping({"channels_last": value}).channels_last == expected
+    assert from_record({"channels_last": value}).channels_last == expected
+
+
+def test_an_invalid_switch_is_rejected_with_its_values() -> None:
+    assert problems_of(channels_last="yes") == (
+        "--channels-last: must be auto, on or off, got 'yes'",
+    )
+
+
 def test_a_config_survives_json() -> None:
     config = from_mapping({"lr_steps": "1e-2:10,1e-3:5", "schedule": "steps", "options": ["k=v"]})
     assert from_mapping(json.loads(json.dumps(config.to_dict()))) == config

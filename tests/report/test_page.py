@@ -148,7 +148,7 @@ def test_the_command_of_a_run_repeats_its_settings(tmp_path: Path) -> None:
     settings = {
         "strategy": "overlap", "options": {"codec": "fp16", "bucket_mib": "1"}, "lr": 0.2,
         "augment": "crop,flip", "reshuffle": False, "sync_bn": True, "target_accuracy": 0.9,
-        "schedule": "steps", "lr_steps": "1e-2:10,1e-3:10",
+        "schedule": "steps", "lr_steps": "1e-2:10,1e-3:10", "channels_last": "on",
     }  # fmt: skip
     config = open_run(write_run(tmp_path, FakeRun("a", settings, [{"forward": 0.1}] * 2))).config
     parser = argparse.ArgumentParser()

@@ -28,8 +28,8 @@ from paceline.strategies import create_strategy
 from paceline.strategies.replica import Replica
 from paceline.training.coordination import StepCoordinator
 from paceline.training.cuda_graph import COPIES, MAX_FUNCTIONS, GraphCache, capture_obstacle
-from paceline.training.device import autocast
 from paceline.training.optimizer import build_optimizer, keep_rate_on_device
+from paceline.training.precision import autocast
 from paceline.training.rank_report import weights_sha256
 from paceline.training.step import TrainStep
 from tests.support.recorded_graph import GraphError, RecordingBackend
@@ -75,7 +75,7 @@ def one_thread() -> Iterator[None]:
 def config_of(**settings: Any) -> RunConfig:
     # 40 samples in batches of 16: the last batch of an epoch has 8.
     small = {"data": "digits", "train_samples": 40, "batch_size": 16, "epochs": 4, "seed": 3}
-    return from_mapping({**small, **settings})
+    return from_mapping({**small, "precision": "fp32", **settings})
 
 
 class Trained:
@@ -115,7 +115,7 @@ class Trained:
             strategy,
             pipeline,
             StepCoordinator(config, strategy, self.replica),
-            autocast(config, CPU),
+            autocast(config.precision, CPU),
             graphs(self.replica) if graphs else None,
         )
         steps = range(config.iterations_in_total(order.batches_per_epoch))

@@ -55,6 +55,11 @@ class Run:
         return list(self.result["workers"]) if self.result else []
 
     @property
+    def numerics(self) -> dict[str, Any] | None:
+        """Precision and memory format, and why; older results and unfinished runs have none."""
+        return next((one["numerics"] for one in self.workers if "numerics" in one), None)
+
+    @property
     def nodes(self) -> list[dict[str, Any]]:
         return list(self.result["nodes"]) if self.result else []
 

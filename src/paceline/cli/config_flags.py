@@ -12,7 +12,7 @@ import sys
 from collections.abc import Collection
 from typing import Any
 
-from paceline.config import GROUPS, Option, fields, flag_of, option_of, type_of
+from paceline.config import GROUPS, Option, Switch, fields, flag_of, option_of, type_of
 
 
 def add_config_flags(parser: argparse.ArgumentParser, only: Collection[str] | None = None) -> None:
@@ -27,13 +27,18 @@ def add_config_flags(parser: argparse.ArgumentParser, only: Collection[str] | No
         option = option_of(item)
         names = [name for name in (option.short, flag_of(item.name)) if name]
         keywords: dict[str, Any] = {"dest": item.name, "default": argparse.SUPPRESS}
+        group = groups[option.group]
         if type_of(item) is bool:
             keywords["action"] = argparse.BooleanOptionalAction
+        elif type_of(item) == Switch:
+            off = {**keywords, "action": "store_const", "const": "off", "help": argparse.SUPPRESS}
+            group.add_argument(flag_of(f"no_{item.name}"), **off)
+            keywords |= {"nargs": "?", "const": "on", "metavar": metavar(item)}
         elif type_of(item) == dict[str, str]:
             keywords |= {"action": "append", "metavar": "KEY=VALUE"}
         else:
             keywords["metavar"] = metavar(item)
-        groups[option.group].add_argument(*names, help=describe(item), **keywords)
+        group.add_argument(*names, help=describe(item), **keywords)
 
 
 def add_control_flags(parser: argparse.ArgumentParser) -> None:
@@ -102,6 +107,8 @@ def _row(item: dataclasses.Field[Any]) -> str:
 def _value(item: dataclasses.Field[Any], option: Option) -> str:
     if type_of(item) is bool:
         return f"on, or off as `--no-{flag_of(item.name)[2:]}`"
+    if type_of(item) == Switch:
+        return f"`{metavar(item)}`; alone on, and off as `--no-{flag_of(item.name)[2:]}`"
     kind = "`KEY=VALUE`" if type_of(item) == dict[str, str] else f"`{metavar(item)}`"
     return ", ".join([kind, *option.input_limits.texts()])
 

@@ -5,6 +5,7 @@ fields of `RunConfig`, with their documentation, choices and limits. All problem
 together, each with its flag and the valid values.
 """
 
+from paceline.config.conversion import Switch
 from paceline.config.parsing import from_mapping, from_record, non_default_values, to_argv
 from paceline.config.run_config import Every, RunConfig, fields, key, type_of
 from paceline.config.schema import GROUPS, Option, flag_of, option_of
@@ -14,6 +15,7 @@ __all__ = [
     "Every",
     "Option",
     "RunConfig",
+    "Switch",
     "fields",
     "flag_of",
     "from_mapping",

@@ -17,6 +17,9 @@ LARGEST_INTEGER = 2**63 - 1
 """The largest int64."""
 MOST_DIGITS = len(str(LARGEST_INTEGER))
 
+Switch = Literal["auto", "on", "off"]
+"""A setting that a run may choose by itself. YAML and older records have true or false."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -79,9 +82,11 @@ def convert(kind: Any, raw: Any) -> Any:
     if origin in (typing.Union, types.UnionType):
         return _convert_union(arguments, raw)
     if origin is Literal:
+        if kind == Switch and str(raw).lower() in ("true", "false"):
+            return "on" if _convert_bool(raw) else "off"
         if raw in arguments:
             return raw
-        raise ValueError(" or ".join(map(str, arguments)))
+        raise ValueError(_alternatives(arguments))
     if origin is tuple:
         parts = raw.split(",") if isinstance(raw, str) else raw
         if not isinstance(parts, list | tuple):
@@ -96,6 +101,11 @@ def convert(kind: Any, raw: Any) -> Any:
     if kind is float:
         return _convert_float(raw)
     return str(raw)
+
+
+def _alternatives(values: tuple[Any, ...]) -> str:
+    *others, last = map(str, values)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def option_types(factory: Callable[..., object], given: Collection[str] = ()) -> dict[str, Any]:

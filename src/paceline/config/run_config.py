@@ -7,9 +7,9 @@ import json
 import typing
 from collections.abc import Container
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from paceline.config.conversion import LARGEST_INTEGER, Limits
+from paceline.config.conversion import LARGEST_INTEGER, Limits, Switch
 from paceline.config.schema import (
     HIGHEST_RATE,
     MOST_EPOCHS,
@@ -219,18 +219,25 @@ class RunConfig:
     )
 
     precision: str = setting(
-        "fp32",
+        "auto",
         "numerics",
-        "precision of the forward and backward passes",
-        choices=("fp32", "bf16", "fp16"),
+        "precision of the forward and backward passes; auto is fp32 on a CPU, and on a GPU bf16"
+        " where a measurement at the start shows that it is faster",
+        choices=("auto", "fp32", "bf16", "fp16"),
     )
-    channels_last: bool = setting(False, "numerics", "use the channels-last memory format")
+    channels_last: Switch = setting(
+        "auto",
+        "numerics",
+        "channels-last memory format; auto is off on a CPU, and on a GPU measured for models with"
+        " convolutions",
+        choices=get_args(Switch),
+    )
     compile: bool = setting(False, "numerics", "compile the model with torch.compile")
-    cuda_graph: str = setting(
+    cuda_graph: Switch = setting(
         "auto",
         "numerics",
         "run the training step as one CUDA graph; auto does so on a GPU where it is possible",
-        choices=("auto", "on", "off"),
+        choices=get_args(Switch),
         mutable_on_resume=True,
     )
     device: str = setting(
@@ -450,6 +457,12 @@ class RunConfig:
     def slowness(self, rank: int) -> float:
         pairs = (text.split("=") for text in self.slow)
         return next((float(factor) for slow_rank, factor in pairs if int(slow_rank) == rank), 1.0)
+
+    @property
+    def is_channels_last(self) -> bool:
+        """Whether a worker uses the channels-last memory format; `auto` must be resolved before."""
+        assert self.channels_last != "auto", "training/precision.py resolves it"
+        return self.channels_last == "on"
 
     @property
     def model_text(self) -> str:

@@ -43,6 +43,7 @@ from paceline.records import (
     RunFolder,
     explain_write_error,
     is_number,
+    is_numerics,
     read_json,
     write_json,
 )
@@ -236,6 +237,8 @@ def _check_account(worker: dict[str, Any], what: str, rank: int) -> None:
         _check_numbers(startup, f"{what}: startup_seconds", STARTUP_PARTS)
     if (kernels := worker.get("kernel_time")) is not None:
         _check_numbers(kernels, f"{what}: kernel_time", KERNEL_TIME_KEYS)
+    if "numerics" in worker and not is_numerics(worker["numerics"]):
+        raise MalformedError(what, "bad value of numerics")
 
 
 def _check_numbers(value: object, what: str, names: Iterable[str]) -> None:

@@ -59,7 +59,7 @@ def build_model(
             raise ConfigError(
                 [f"--model: {name} needs images or floats, but the samples of --data are tokens"]
             )
-        with _seeded(seed):
+        with seeded(seed):
             return factory(sample_shape, classes, **model_options(name, options or {}))
     return _build_custom_model(name, factory, sample_shape, classes, seed, options or {})
 
@@ -82,7 +82,7 @@ def initialize_from_data(
     if not isinstance(model, DataDependentModel):
         return
     try:
-        with _seeded(seed):
+        with seeded(seed):
             model.initialize_from(first_inputs(model.init_samples))
     except Exception as error:
         cause = f"{whole_error_line(error)}{_location(error, type(model))}"
@@ -131,7 +131,7 @@ def _build_custom_model(
         )
     try:
         arguments = _arguments_for(factory, sample_shape, classes, model_options(name, options))
-        with _seeded(seed):
+        with seeded(seed):
             model = factory(*arguments.args, **arguments.kwargs)
     except PacelineError:
         raise
@@ -173,8 +173,8 @@ def _arguments_for(
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Seed every random generator that a model may use and restore them afterwards."""
+def seeded(seed: int) -> Iterator[None]:
+    """Seed every random generator that a model may use, and restore them afterwards."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     # Do not initialize CUDA here: child processes could no longer be forked.
     cuda_devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()

@@ -14,7 +14,7 @@ from paceline.analysis.run import Run
 from paceline.analysis.run_group import RunGroup, describe_workers, differing, value_text
 from paceline.analysis.verdict import make_verdict
 from paceline.errors import RecordsError
-from paceline.records import PHASES
+from paceline.records import PHASES, format_name
 from paceline.report import wording
 from paceline.report.charts.svg import standalone
 from paceline.report.document import (
@@ -67,6 +67,9 @@ def setting_rows(groups: Sequence[RunGroup]) -> list[Row]:
         texts = [value_text(getattr(group.config, name)) for group in groups]
         # A batch or a budget has two settings, of which one is always none.
         rows.append(Row(name.replace("_", " "), ["-" if one == "none" else one for one in texts]))
+    formats = [_formats(group) for group in groups]
+    if len({text for text in formats if text != "-"}) > 1:
+        rows.append(Row("computed in", formats))
     has_nodes = all(group.config.nnodes > 1 for group in groups)
     if len({group.workers for group in groups}) > 1 and has_nodes:
         rows.append(Row("workers", [describe_workers(group.config) for group in groups]))
@@ -75,6 +78,15 @@ def setting_rows(groups: Sequence[RunGroup]) -> list[Row]:
     if any(one != seeds[0] for one in seeds):
         rows.append(Row("seed", [", ".join(map(str, one)) or "-" for one in seeds]))
     return rows
+
+
+def _formats(group: RunGroup) -> str:
+    """Precision and memory format of the runs, as chosen if the setting is auto."""
+    found = (run.numerics for run in group.runs)
+    names = dict.fromkeys(
+        format_name(one["precision"], one["channels_last"]) for one in found if one is not None
+    )
+    return ", ".join(names) or "-"
 
 
 def result_rows(groups: Sequence[RunGroup]) -> list[Row]:

@@ -6,7 +6,7 @@ Every run ends with it, so it imports nothing of pages and comparisons.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from rich.table import Table
 
@@ -15,7 +15,7 @@ from paceline.analysis.contention import MIN_CONTENTION_SHARE, other_processes_s
 from paceline.analysis.run import Run
 from paceline.config import from_record
 from paceline.measure.startup import NEGLIGIBLE_SECONDS
-from paceline.records import Result, RunFolder
+from paceline.records import Result, RunFolder, numerics_text
 from paceline.terminal import open_console
 
 BAR_WIDTH = 24
@@ -93,6 +93,8 @@ def summary_rows(result: Result, step_seconds: float | None) -> list[tuple[str, 
     rows.append(
         ("iterations", f"{result['iterations']:,}; {_iteration_times(result, step_seconds)}")
     )
+    if shows_numerics(numerics := result["workers"][0].get("numerics")):
+        rows.append(("precision", numerics_text(numerics)))
     if startup := result["workers"][0].get("startup_seconds"):
         rows.append(("start-up", startup_text(startup)))
     if len(result["workers"]) > 1:
@@ -114,6 +116,14 @@ def summary_rows(result: Result, step_seconds: float | None) -> list[tuple[str, 
             )
         )
     return rows
+
+
+def shows_numerics(numerics: Mapping[str, Any] | None) -> TypeGuard[Mapping[str, Any]]:
+    """Whether precision and memory format were measured, or are not fp32 and contiguous."""
+    if numerics is None:
+        return False
+    is_plain = numerics["precision"] == "fp32" and not numerics["channels_last"]
+    return not is_plain or bool(numerics.get("step_seconds"))
 
 
 def startup_text(startup: Mapping[str, float]) -> str:

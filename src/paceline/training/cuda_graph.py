@@ -39,19 +39,26 @@ def capture_obstacle(
     config: RunConfig, device: torch.device, pipeline: InputPipeline, strategy: Strategy
 ) -> str | None:
     """Return why the steps of a run cannot be captured; None if they can."""
+    if (obstacle := settings_obstacle(config, device)) is not None:
+        return obstacle
+    if not isinstance(pipeline, ResidentPipeline):
+        return "the training set does not fit in GPU memory"
+    if config.sync_bn and strategy.replica.communicator.world_size > 1:
+        return "--sync-bn communicates in the forward pass"
+    return strategy.capture_obstacle()
+
+
+def settings_obstacle(config: RunConfig, device: torch.device) -> str | None:
+    """Return which setting prevents a capture, before strategy and data are set up."""
     if device.type != "cuda":
         return "the device is not a GPU"
     if config.cuda_graph == "off":
         return "--cuda-graph off"
-    if not isinstance(pipeline, ResidentPipeline):
-        return "the training set does not fit in GPU memory"
     if config.slow:
         return "--slow sleeps in each step"
     if config.shares == ("auto",):
         return "--shares auto changes the batches"
-    if config.sync_bn and strategy.replica.communicator.world_size > 1:
-        return "--sync-bn communicates in the forward pass"
-    return strategy.capture_obstacle()
+    return None
 
 
 class Graph(Protocol):

@@ -1,4 +1,4 @@
-"""Device, precision and threads of a worker."""
+"""Device and threads of a worker."""
 
 from __future__ import annotations
 
@@ -23,15 +23,6 @@ def choose_device(config: RunConfig, local_rank: int = 0) -> torch.device:
     if not use_gpu:
         return torch.device("cpu")
     return torch.device("cuda", local_rank % torch.cuda.device_count())
-
-
-def autocast(config: RunConfig, device: torch.device) -> AbstractContextManager[Any]:
-    """Return the context of forward passes; it can be entered repeatedly."""
-    if config.precision == "fp32":
-        return nullcontext()
-    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[config.precision]
-    # With the cache, reentering the context would reuse casts of weights from before an update.
-    return torch.autocast(device.type, dtype=kind, cache_enabled=False)
 
 
 def side_stream(device: torch.device) -> AbstractContextManager[Any]:

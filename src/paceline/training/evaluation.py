@@ -55,7 +55,7 @@ class Evaluator:
             dataset.transform,
             config.eval_batch_size,
             device=self._device,
-            channels_last=config.channels_last,
+            channels_last=config.is_channels_last,
         )
         with self._autocast, self._strategy.eval_weights():
             if communicator is not None:

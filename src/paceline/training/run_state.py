@@ -16,7 +16,8 @@ from torch import nn
 
 from paceline.comm.communicator import Communicator
 from paceline.comm.objects import gather_bytes, gather_json
-from paceline.config import RunConfig, fields, flag_of, option_of
+from paceline.config import RunConfig, Switch, fields, flag_of, option_of, type_of
+from paceline.config.conversion import convert
 from paceline.errors import CheckpointError, ConfigError, error_line, whole_error_line
 from paceline.strategies.replica import Replica
 from paceline.strategies.strategy import Strategy
@@ -182,7 +183,7 @@ def check_fits(state: dict[str, Any], config: RunConfig, model: nn.Module) -> No
 
     `changed_settings` warns about other settings that differ.
     """
-    saved, settings = state.get("settings", {}), kept_settings(config)
+    saved, settings = saved_settings(state), kept_settings(config)
     changed = [name for name, value in settings.items() if saved.get(name, value) != value]
     # The state of one optimizer does not fit another kind. Another strategy may fit: weights and
     # optimizer state have the layout of a single process.
@@ -220,7 +221,7 @@ def _load_weights(weights: dict[str, Any], model: nn.Module) -> str | None:
 def changed_settings(saved: dict[str, Any], config: RunConfig) -> list[str]:
     """Return one warning per setting that differs from the checkpoint's.
 
-    `saved` is the result of `kept_settings` in the checkpoint; old checkpoints have none.
+    `saved` are the settings of the checkpoint.
     """
     return [
         f"{flag_of(name)} is {value!r}, but the checkpoint was written with {saved[name]!r}:"
@@ -228,6 +229,16 @@ def changed_settings(saved: dict[str, Any], config: RunConfig) -> list[str]:
         for name, value in kept_settings(config).items()
         if name in saved and saved[name] != value
     ]
+
+
+def saved_settings(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the `kept_settings` of a checkpoint; old checkpoints have none."""
+    switches = {item.name for item in fields() if type_of(item) == Switch}
+    return {
+        # Older versions had true or false.
+        name: convert(Switch, value) if name in switches else value
+        for name, value in state.get("settings", {}).items()
+    }
 
 
 def kept_settings(config: RunConfig) -> dict[str, Any]:

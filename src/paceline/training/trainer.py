@@ -39,7 +39,7 @@ from paceline.measure.startup import StartupTimer
 from paceline.measure.tensorboard import TensorBoardWriter
 from paceline.measure.trace import Tracer
 from paceline.models.build import build_model, initialize_from_data
-from paceline.records import EventWriter, RunFolder
+from paceline.records import EventWriter, RunFolder, numerics_text
 from paceline.strategies import create_strategy
 from paceline.strategies.replica import Replica
 from paceline.strategies.strategy import Strategy
@@ -52,12 +52,14 @@ from paceline.training.cuda_graph import (
     CudaGraphBackend,
     GraphCache,
     capture_obstacle,
+    settings_obstacle,
 )
-from paceline.training.device import autocast, choose_device, computing, side_stream
+from paceline.training.device import choose_device, computing, side_stream
 from paceline.training.display import Display
 from paceline.training.evaluation import Evaluator
 from paceline.training.loop import StopRequest, TrainingLoop
 from paceline.training.optimizer import build_optimizer
+from paceline.training.precision import Choice, GpuStepTimer, autocast, resolve
 from paceline.training.rank_report import RankReport, RunTotals, account_of, explain, weights_sha256
 from paceline.training.run_logger import RunLogger
 from paceline.training.run_state import Progress
@@ -156,11 +158,12 @@ def run_worker(
     # The clock of a GPU waits for its context.
     clock.startup.enter("device")
     with contextlib.ExitStack() as stack:
+        stack.enter_context(computing(config, context.rank_info.local_rank))
         stack.enter_context(side_stream(prepared.device))
         clock = clock_for(prepared.device, clock)
         clock.startup.enter("model")
-        trainer = Trainer(config, folder, prepared, context, checkpoint, display, clock)
-        stack.enter_context(computing(config, context.rank_info.local_rank))
+        choice = _resolve_precision(config, prepared, context, checkpoint)
+        trainer = Trainer(config, choice, folder, prepared, context, checkpoint, display, clock)
         stack.enter_context(contextlib.closing(trainer.logger))
         try:
             trainer.begin(checkpoint)
@@ -183,6 +186,7 @@ class Trainer:
     def __init__(
         self,
         config: RunConfig,
+        choice: Choice,
         folder: RunFolder,
         prepared: Prepared,
         context: RankContext,
@@ -190,7 +194,8 @@ class Trainer:
         display: Display,
         clock: PhaseClock,
     ) -> None:
-        self.config = config
+        self.config = config = choice.apply(config)
+        self.choice = choice
         self.folder = folder
         self.prepared = prepared
         self.context = context
@@ -226,7 +231,7 @@ class Trainer:
         if checkpoint:
             self.warnings += checkpoint.warnings
             if self.context.rank_info.rank == 0:
-                saved = checkpoint.state.get("settings", {})
+                saved = run_state.saved_settings(checkpoint.state)
                 self.warnings += run_state.changed_settings(saved, self.config)
             self.progress, account = run_state.restore(checkpoint.state, self.replica, strategy)
             events = self.folder.events_file(self.context.rank_info.rank)
@@ -234,6 +239,8 @@ class Trainer:
             self.totals.restore(account, events, steps, checkpoint.iteration)
             self.logger.recent_losses.extend(account.get("recent_losses", ()))
             self.logger.display.say(f"paceline: resuming after iteration {checkpoint.iteration}")
+        if self.choice.step_seconds:
+            self.logger.display.say(f"paceline: precision {numerics_text(self.choice.to_dict())}")
         self.logger.events.write(
             "start",
             iteration=self.progress.iteration,
@@ -265,12 +272,12 @@ class Trainer:
             augment=config.augment,
             seed=config.seed,
             device=device,
-            channels_last=config.channels_last,
+            channels_last=config.is_channels_last,
         )
         replica, strategy, precision = (
             self.replica,
             self.prepared.strategy,
-            autocast(config, device),
+            autocast(config.precision, device),
         )
         return TrainingLoop(
             config,
@@ -429,6 +436,7 @@ class Trainer:
                     self.prepared.strategy,
                     self.totals.steady,
                 ),
+                "numerics": self.choice.to_dict(),
                 "startup_seconds": self.clock.startup.seconds,
                 "kernel_time": self.kernel_time,
                 **self._device_account(),
@@ -459,6 +467,19 @@ def _open_tensorboard(
     return TensorBoardWriter(folder.tensorboard, checkpoint.iteration if checkpoint else step)
 
 
+def _resolve_precision(
+    config: RunConfig, prepared: Prepared, context: RankContext, checkpoint: Checkpoint | None
+) -> Choice:
+    model, device = prepared.model, prepared.device
+    # A strategy answers only after its setup; one without its own answer cannot be captured.
+    can_capture = type(prepared.strategy).capture_obstacle is not Strategy.capture_obstacle
+    is_captured = can_capture and settings_obstacle(config, device) is None
+    backend = CudaGraphBackend() if is_captured else None
+    measure = GpuStepTimer(config, model, prepared.dataset, device, backend)
+    saved = run_state.saved_settings(checkpoint.state) if checkpoint else None
+    return resolve(config, model, device, context.communicator, measure, saved)
+
+
 def _build_replica(
     config: RunConfig, prepared: Prepared, context: RankContext, clock: PhaseClock
 ) -> Replica:
@@ -466,7 +487,7 @@ def _build_replica(
     model = prepared.model.to(prepared.device)
     if config.sync_bn:
         model = convert_sync_batch_norm(model, communicator)
-    if config.channels_last:
+    if config.is_channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return Replica(
         model=model,

@@ -10,6 +10,7 @@ from paceline import formatting
 from paceline.analysis.run import Run
 from paceline.analysis.run_group import NOT_RUN, RunGroup, differing, value_text
 from paceline.config import RunConfig, non_default_values, to_argv
+from paceline.records import numerics_text
 from paceline.report.document import Block, BulletList, Code, Details, Table, Text
 from paceline.report.sections.common import (
     Column,
@@ -20,7 +21,7 @@ from paceline.report.sections.common import (
     table,
 )
 from paceline.report.sections.timing import first_iteration_note
-from paceline.report.summary import describe_restart
+from paceline.report.summary import describe_restart, shows_numerics
 from paceline.report.wording import run_cause, world_sizes_text
 
 MAX_REPEATS = 500
@@ -171,6 +172,7 @@ def configuration(context: SectionContext) -> Iterator[Block]:
             *map(_setting_column, names),
             text_columns=1 + len(names),
         )
+    yield from _numerics(groups)
     runs = [run for group in groups for run in group.runs]
     yield from _machines(runs)
     commands: list[Block] = []
@@ -190,6 +192,18 @@ def configuration(context: SectionContext) -> Iterator[Block]:
         yield note(
             f"Measurement overhead: at most {formatting.share(max(shares))} of a run's time."
         )
+
+
+def _numerics(groups: Sequence[RunGroup]) -> Iterator[Block]:
+    """Precision and memory format of each configuration, and the step times that decided."""
+    rows = []
+    for group in groups:
+        shown = (run.numerics for run in group.runs if shows_numerics(run.numerics))
+        texts = dict.fromkeys(numerics_text(one) for one in shown)
+        if texts:
+            rows.append((group.label, "; ".join(texts)))
+    if rows:
+        yield Table(("configuration", "precision and memory format"), rows, 2)
 
 
 def _setting_column(name: str) -> Column[RunGroup]:
