@@ -1,0 +1,452 @@
+"""Training on one GPU: speed, exactness, busy share, measuring, start-up and exchange.
+
+    python benchmarks/gpu.py --data-dir DIR [PART ...] [--json FILE]
+
+Parts, all by default, each in less than four minutes:
+
+    epochs      seconds per epoch of ResNet-18 on CIFAR-10 with crop and flip, by batch size:
+                paceline by default, compiled, eager, and eager in fp32 without
+                channels-last, and the usual script (peer_scripts/train_resnet.py)
+    equal       whether captured and eager training give the same weights, bit for bit
+    resume      the same for a run that was killed and resumed, and one that was not
+    small       steps per second of LeNet and an MLP, captured and eager
+    busy        how busy the GPU is with ResNet-18 at batch 128, by NVML and by kernel time
+    phases      largest difference between the phases and the wall time
+    measuring   step time with and without marks of the phase clock
+    exchange    two workers that share the GPU: exchange through CUDA IPC and through gloo
+    startup     from the command to the first step of a new process, by part
+    checkpoint  how long a checkpoint blocks training, written in the background or not
+
+A value is a median with its minimum and maximum. The GPU must be otherwise idle. The race to an
+accuracy has a script of its own: benchmarks/cifar_race.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import paceline
+from common.stats import min_max
+from paceline.measure import phase_clock
+from paceline.measure.machine import hardware, software
+from paceline.records import read_lines
+
+SCRIPTS = Path(__file__).parent / "peer_scripts"
+TRAIN_SAMPLES = 50_000
+LIMIT_SECONDS = 200.0
+
+RESNET = {
+    "model": "resnet18",
+    "data": "cifar10",
+    "augment": ["crop", "flip"],
+    "lr": 0.05,
+    "weight_decay": 5e-4,
+    "device": "cuda",
+    "tensorboard": False,
+}
+EAGER = {"cuda_graph": "off"}
+FP32 = {**EAGER, "precision": "fp32", "channels_last": "off"}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "compiled": {"compile": True},
+    "eager": EAGER,
+    "fp32": FP32,
+}
+USUAL = "usual"
+GOALS = {
+    ("default", 32): 2.8,
+    ("default", 128): 1.2,
+    ("default", 512): 0.8,
+    ("compiled", 32): 2.2,
+    ("compiled", 128): 1.1,
+    ("compiled", 512): 0.6,
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    part: str
+    case: str
+    values: list[float]
+    """One per repeat."""
+    unit: str
+    goal: str = ""
+    note: str = ""
+
+    def text(self) -> str:
+        spec = ",.0f" if self.unit == "steps/s" else ".3g"
+        shown = min_max(self.values, spec) if len(self.values) > 1 else f"{self.values[0]:{spec}}"
+        return f"{self.part:<10} {self.case:<29} {shown:<21} {self.unit:<7} {self.goal}".rstrip()
+
+
+@dataclass(frozen=True)
+class Bench:
+    data_dir: str
+    folder: Path
+    rounds: int
+    batches: Sequence[int]
+    variants: Sequence[str]
+    device: str
+
+    def train(self, **settings: Any) -> tuple[dict[str, Any], Path]:
+        """Train in this process; returns result.json and the run folder."""
+        name = f"run-{time.time_ns()}"
+        result = paceline.train(
+            **{**RESNET, "device": self.device, "data_dir": self.data_dir, **settings},
+            out=str(self.folder),
+            name=name,
+        )
+        if result.get("status") != "finished":
+            raise RuntimeError(f"{settings}: {result.get('cause')}")
+        return result, self.folder / name
+
+    def command(self, name: str, **settings: Any) -> list[str]:
+        """The command line of a run."""
+        merged = {**RESNET, "device": self.device, "data_dir": self.data_dir, **settings}
+        flags = [f"--out={self.folder}", f"--name={name}", "--quiet"]
+        for key, value in merged.items():
+            flag = key.replace("_", "-")
+            if isinstance(value, bool):
+                flags.append(f"--{flag}" if value else f"--no-{flag}")
+            else:
+                flags.append(f"--{flag}={','.join(value) if isinstance(value, list) else value}")
+        return [sys.executable, "-m", "paceline", "train", *flags]
+
+
+def graph_of(result: Mapping[str, Any]) -> dict[str, Any]:
+    """How the first worker ran its steps."""
+    missing = {"captured": False, "reason": "not on a GPU", "capture_seconds": 0.0}
+    graph: dict[str, Any] = result["workers"][0].get("cuda_graph", missing)
+    return graph
+
+
+def windows(result: Mapping[str, Any]) -> list[float]:
+    """Training seconds between consecutive evaluations, which are not part of them."""
+    seconds = [entry["seconds"] for entry in result["history"]]
+    return [later - earlier for earlier, later in itertools.pairwise(seconds)]
+
+
+def measure_epochs(bench: Bench) -> Iterator[Row]:
+    """The first window of each run is warm-up; slow variants have shorter windows than an epoch."""
+    spent: dict[tuple[str, int], list[float]] = {}
+    for batch in bench.batches:
+        per_epoch = -(-TRAIN_SAMPLES // batch)
+        for _ in range(bench.rounds):
+            for variant in bench.variants:
+                is_fast = variant in ("default", "compiled")
+                steps = per_epoch if is_fast else min(per_epoch, 200)
+                if variant == USUAL:
+                    found = _usual_windows(bench, batch, steps)
+                else:
+                    result, _ = bench.train(
+                        **VARIANTS[variant],
+                        batch_size=batch,
+                        iterations=3 * steps,
+                        eval_every=steps,
+                        test_samples=1000,
+                    )
+                    found = windows(result)
+                values = [seconds * per_epoch / steps for seconds in found]
+                spent.setdefault((variant, batch), []).extend(values)
+                print(f"# batch {batch}, {variant}: {values}", file=sys.stderr, flush=True)
+    for (variant, batch), values in spent.items():
+        goal = GOALS.get((variant, batch))
+        case = f"batch {batch}, {variant}"
+        yield Row("epochs", case, values, "s/epoch", f"<= {goal}" if goal else "")
+
+
+def _usual_windows(bench: Bench, batch: int, steps: int) -> list[float]:
+    command = [sys.executable, str(SCRIPTS / "train_resnet.py"), f"--data-dir={bench.data_dir}"]
+    command += [f"--batch-size={batch}", f"--steps={steps}", "--windows=3"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=True
+    )
+    seconds: list[float] = json.loads(done.stdout)["seconds"]
+    return seconds[1:]
+
+
+def measure_equal(bench: Bench) -> Iterator[Row]:
+    cases = itertools.product(
+        ("lenet", "cnn", "vgg11", "resnet18"), ("sgd", "adamw"), ("fp32", "bf16")
+    )
+    for model, optimizer, precision in cases:
+        settings = {
+            "model": model,
+            "optimizer": optimizer,
+            "precision": precision,
+            "lr": 1e-3 if optimizer == "adamw" else 0.02,
+            "batch_size": 64,
+            "train_samples": 64 * 12 + 40,
+            "iterations": 30,
+            "test_samples": 500,
+            "sample_seconds": 0,
+        }
+        captured, _ = bench.train(**settings)
+        eager, _ = bench.train(**settings, cuda_graph="off")
+        is_captured = graph_of(captured)["captured"]
+        is_equal = captured["weights_sha256"] == eager["weights_sha256"]
+        losses = [run["final"]["train_loss"] for run in (captured, eager)]
+        note = "" if is_captured else f"not captured: {graph_of(captured)['reason']}"
+        if not is_equal:
+            note += f" training losses {losses}"
+        is_shown = float(is_equal and is_captured)
+        yield Row("equal", f"{model}, {optimizer}, {precision}", [is_shown], "equal", "1", note)
+
+
+def measure_resume(bench: Bench) -> Iterator[Row]:
+    """Kill with SIGKILL after the second checkpoint, then resume."""
+    for mode in ("sync", "background"):
+        settings = {
+            "batch_size": 128,
+            "iterations": 1200,
+            "checkpoint_every": 100,
+            "checkpoint_mode": mode,
+            "eval_every": "never",
+            "test_samples": 1000,
+        }
+        whole, _ = bench.train(**settings)
+        name = f"killed-{mode}"
+        process = subprocess.Popen(bench.command(name, **settings))
+        checkpoints = bench.folder / name / "checkpoints"
+        deadline = time.monotonic() + LIMIT_SECONDS / 4
+        # The checksum of a checkpoint is written before the file gets its name.
+        while not list(checkpoints.glob("iteration-*200.pt")):
+            if process.poll() is not None or time.monotonic() > deadline:
+                break
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        kept = sorted(int(path.stem.partition("-")[2]) for path in checkpoints.glob("*.pt"))
+        is_killed = not (bench.folder / name / "result.json").exists()
+        resume = [sys.executable, "-m", "paceline", "train", "--quiet", "--resume"]
+        subprocess.run([*resume, str(bench.folder / name)], timeout=LIMIT_SECONDS, check=True)
+        result = json.loads((bench.folder / name / "result.json").read_text())
+        is_captured = graph_of(result)["captured"]
+        is_equal = result["weights_sha256"] == whole["weights_sha256"]
+        note = f"killed: {is_killed}, captured: {is_captured}, checkpoints {kept}"
+        values = [float(is_equal and is_killed and is_captured)]
+        yield Row("resume", f"{mode} checkpoints", values, "equal", "1", note)
+
+
+def measure_small(bench: Bench) -> Iterator[Row]:
+    for model in ("lenet", "mlp"):
+        rates: dict[str, list[float]] = {"captured": [], "eager": []}
+        for _ in range(bench.rounds):
+            for variant, found in rates.items():
+                # As many steps as take about a second.
+                steps = 4000 if variant == "captured" else 1000
+                result, _ = bench.train(
+                    model=model,
+                    batch_size=64,
+                    iterations=2 * steps,
+                    eval_every=steps,
+                    test_samples=1000,
+                    **(EAGER if variant == "eager" else {}),
+                )
+                found.extend(steps / seconds for seconds in windows(result))
+        for variant, found in rates.items():
+            yield Row("small", f"{model}, {variant}", found, "steps/s")
+        ratios = [one / other for one, other in zip(*rates.values(), strict=True)]
+        yield Row("small", f"{model}, captured / eager", ratios, "times", ">= 3")
+
+
+def measure_busy(bench: Bench) -> Iterator[Row]:
+    for variant in ("default", "eager"):
+        result, _ = bench.train(
+            **VARIANTS[variant], batch_size=128, epochs=6, test_samples=1000, trace=50,
+            eval_every="never", sample_seconds=0.2,
+        )  # fmt: skip
+        worker, goal = result["workers"][0], ">= 85" if variant == "default" else ""
+        traced = worker["kernel_time"]
+        if traced is None:
+            raise RuntimeError("no kernel was recorded")
+        each = traced["seconds"] / traced["iterations"]
+        step = worker["iteration_seconds"]["median"]
+        share = 100 * traced["seconds"] / traced["window_seconds"]
+        (gpu, *_) = result["nodes"][0]["gpus"] or [{}]
+        busy = gpu.get("utilisation_percent_training_mean")
+        yield Row("busy", f"{variant}, NVML in training", [busy or 0.0], "%", goal)
+        yield Row("busy", f"{variant}, kernel time, traced", [share], "%", goal)
+        note = f"{1e3 * each:.3f} ms of kernels in a median step of {1e3 * step:.3f} ms"
+        case = f"{variant}, kernel time / step"
+        yield Row("busy", case, [100 * each / step], "%", goal, note)
+
+
+def measure_phases(bench: Bench) -> Iterator[Row]:
+    """Compares the phases in the events of a rank with the times at which they were written."""
+    for variant in ("default", "eager"):
+        result, folder = bench.train(
+            **VARIANTS[variant], batch_size=128, epochs=4, test_samples=1000
+        )
+        blocks = [
+            (event["time"], sum(event["phases"].values()))
+            for event in read_lines(folder / "events-0.jsonl")
+            if event.get("event") == "iterations"
+        ]
+        (began, before), (ended, after) = blocks[0], blocks[-1]
+        deviation = abs((after - before) / (ended - began) - 1)
+        note = f"over {ended - began:.1f} s, {result['iterations']} iterations"
+        yield Row("phases", variant, [100 * deviation], "%", "<= 1", note)
+
+
+def measure_measuring(bench: Bench) -> Iterator[Row]:
+    cases: dict[str, dict[str, Any]] = {
+        "resnet18 batch 32": {"batch_size": 32},
+        "half-width resnet18 batch 32": {"batch_size": 32, "model_options": {"width": "0.5"}},
+    }
+    for case, settings in cases.items():
+        seconds: dict[bool, list[float]] = {True: [], False: []}
+        for _ in range(bench.rounds):
+            for has_marks, found in seconds.items():
+                with _marks(has_marks):
+                    result, _ = bench.train(
+                        **settings, iterations=1200, eval_every=400, test_samples=500
+                    )
+                found.extend(each / 400 for each in windows(result))
+        pairs = zip(seconds[True], seconds[False], strict=True)
+        cost = [100 * (marked / plain - 1) for marked, plain in pairs]
+        step = statistics.median(seconds[False])
+        recorded = 100 * result["measurement_overhead"]["in_loop"]
+        note = f"step of {1e3 * step:.3f} ms without marks; result.json states {recorded:.2f}%"
+        yield Row("measuring", case, cost, "%", "<= 1", note)
+
+
+@contextmanager
+def _marks(has_marks: bool) -> Iterator[None]:
+    clock_class = phase_clock.CudaPhaseClock
+    if not has_marks:
+        phase_clock.CudaPhaseClock = UnmarkedClock  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        phase_clock.CudaPhaseClock = clock_class  # type: ignore[misc]
+
+
+class UnmarkedClock(phase_clock.CudaPhaseClock):
+    """Measures in the time of the program, so that nothing is recorded on the GPU."""
+
+    enter = phase_clock.PhaseClock.enter
+    arrive = phase_clock.PhaseClock.arrive
+    begin_step = phase_clock.PhaseClock.begin_step
+    end_step = phase_clock.PhaseClock.end_step
+    _settle = phase_clock.PhaseClock._settle
+
+    @contextmanager
+    def capture(self) -> Iterator[phase_clock.CapturedMarks]:
+        phase = self.phase
+        yield phase_clock.CapturedMarks()
+        self.phase = phase
+
+    def before_replay(self, captured: phase_clock.CapturedMarks) -> None: ...
+
+    def replayed(self, captured: phase_clock.CapturedMarks) -> None: ...
+
+
+def measure_startup(bench: Bench) -> Iterator[Row]:
+    spent: dict[str, list[float]] = {}
+    for number in range(bench.rounds):
+        name = f"cold-{number}"
+        settings = {"batch_size": 128, "iterations": 40, "test_samples": 1000}
+        began = time.time()
+        subprocess.run(bench.command(name, **settings), timeout=LIMIT_SECONDS, check=True)
+        whole = time.time() - began
+        folder = bench.folder / name
+        result = json.loads((folder / "result.json").read_text())
+        worker = result["workers"][0]
+        parts = worker["startup_seconds"]
+        parts["to the first step"] = sum(parts.values())
+        parts["first step"] = worker["iteration_seconds"]["first"]
+        parts["capturing"] = graph_of(result)["capture_seconds"]
+        parts["whole command, 40 steps"] = whole
+        for part, seconds in parts.items():
+            spent.setdefault(part, []).append(seconds)
+    for part, values in spent.items():
+        yield Row("startup", part, values, "s")
+
+
+def measure_checkpoint(bench: Bench) -> Iterator[Row]:
+    for mode in ("sync", "background"):
+        result, _ = bench.train(
+            batch_size=128, iterations=1000, checkpoint_every=200, checkpoint_mode=mode,
+            eval_every="never", test_samples=1000,
+        )  # fmt: skip
+        checkpoints = result["checkpoints"]
+        blocked = checkpoints["blocked_seconds"] / checkpoints["count"]
+        memory = checkpoints["extra_gpu_memory_bytes"] / 2**20
+        phase = result["workers"][0]["phases"]["checkpoint"] / checkpoints["count"]
+        note = f"{memory:.0f} MiB of GPU memory; phase {1e3 * phase:.1f} ms each"
+        yield Row("checkpoint", f"{mode}, blocked each", [1e3 * blocked], "ms", "", note)
+
+
+PARTS: dict[str, Callable[[Bench], Iterator[Row]]] = {
+    "epochs": measure_epochs,
+    "equal": measure_equal,
+    "resume": measure_resume,
+    "small": measure_small,
+    "busy": measure_busy,
+    "phases": measure_phases,
+    "measuring": measure_measuring,
+    "startup": measure_startup,
+    "checkpoint": measure_checkpoint,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--data-dir", default=os.environ.get("PACELINE_DATA", ""))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--batches", default="32,128,512")
+    parser.add_argument("--variants", default=",".join([*VARIANTS, USUAL]))
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--json", type=Path, help="also write all rows to a file")
+    arguments = parser.parse_args()
+    unknown = set(arguments.parts) - set(PARTS)
+    if unknown:
+        parser.error(f"no part {', '.join(sorted(unknown))}: choose from {', '.join(PARTS)}")
+    machine = {"hardware": hardware(), "software": software()}
+    gpus = ", ".join(str(gpu["name"]) for gpu in machine["hardware"]["gpus"])
+    print(f"{gpus or 'no GPU'}, torch {machine['software']['torch']}, {time.strftime('%F %R')}")
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="paceline-gpu-") as folder:
+        bench = Bench(
+            arguments.data_dir,
+            Path(folder),
+            arguments.rounds,
+            [int(size) for size in arguments.batches.split(",")],
+            arguments.variants.split(","),
+            arguments.device,
+        )
+        for part in arguments.parts or PARTS:
+            began = time.monotonic()
+            try:
+                for row in PARTS[part](bench):
+                    rows.append(row)
+                    print(row.text() + (f"\n{'':11}{row.note}" if row.note else ""), flush=True)
+            # One part that fails must not hide the others.
+            except Exception as error:  # noqa: BLE001
+                print(f"{part:<10} failed: {error}", flush=True)
+            print(f"# {part}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+            if arguments.json:
+                content = {**machine, "rows": [asdict(row) for row in rows]}
+                arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
