@@ -23,6 +23,7 @@ from paceline.records import RunFolder, numerics_text
 from paceline.training import precision, run_state
 from paceline.training.checkpoint import newest_checkpoint
 from paceline.training.cuda_graph import CudaGraphBackend
+from paceline.training.device import side_stream
 from paceline.training.precision import (
     Choice,
     Format,
@@ -270,7 +271,8 @@ def test_measurement_leaves_weights_buffers_and_random_states(is_captured: bool)
     memory_bytes = torch.cuda.memory_allocated(GPU)
     formats = candidates(config, model, GPU)
     backend = CudaGraphBackend() if is_captured else None
-    measured = GpuStepTimer(config, model, dataset, GPU, backend)(formats)
+    with side_stream(GPU):
+        measured = GpuStepTimer(config, model, dataset, GPU, backend)(formats)
     assert list(measured.step_seconds) == formats
     assert measured.method == ("cuda graph" if is_captured else "eager")
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -298,7 +300,8 @@ def test_a_model_that_cannot_be_captured_is_timed_eagerly() -> None:
     config = from_mapping(SMALL)
     dataset = load_dataset(config)
     model = Synchronizing(dataset.train.inputs[0].numel())
-    measured = GpuStepTimer(config, model, dataset, GPU, CudaGraphBackend())([FP32, BF16])
+    with side_stream(GPU):
+        measured = GpuStepTimer(config, model, dataset, GPU, CudaGraphBackend())([FP32, BF16])
     assert measured.method == "eager"
     assert list(measured.step_seconds) == [FP32, BF16]
     # The GPU is usable after the failed capture.

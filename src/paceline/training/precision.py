@@ -196,7 +196,8 @@ class GpuStepTimer:
     """Measures forward and backward passes of a copy of the model, with the first samples.
 
     Weights, buffers and random states of the run do not change. With a backend, steps are timed as
-    CUDA graphs: the time of small models is otherwise that of launching their kernels.
+    CUDA graphs, on the current stream: the time of small models is otherwise that of launching
+    their kernels.
     """
 
     def __init__(
@@ -232,27 +233,24 @@ class GpuStepTimer:
         steps: dict[Format, Callable[[], Tensor]] = {}
         failures: dict[Format, str] = {}
         models: dict[bool, nn.Module] = {}
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for one in formats:
-                try:
-                    if one.channels_last not in models:
-                        models[one.channels_last] = self._copy(one.channels_last)
-                    step = self._step(one, models[one.channels_last])
-                    for _ in range(WARMUP_STEPS):
-                        step()
-                    torch.cuda.synchronize()
-                except Exception as error:  # noqa: BLE001 - a user's model may not support a format
-                    failures[one] = error_line(error)
-                else:
-                    steps[one] = step
-            method = "eager"
-            runs: Mapping[Format, Callable[[], object]] = steps
-            if self._graphs is not None and (replays := _capture(steps, self._graphs)):
-                runs, method = replays, "cuda graph"
-            times = interleave(runs, _time_steps) if runs else {}
-            torch.cuda.synchronize()
+        for one in formats:
+            try:
+                if one.channels_last not in models:
+                    models[one.channels_last] = self._copy(one.channels_last)
+                step = self._step(one, models[one.channels_last])
+                for _ in range(WARMUP_STEPS):
+                    step()
+                torch.cuda.synchronize()
+            except Exception as error:  # noqa: BLE001 - a user's model may not support a format
+                failures[one] = error_line(error)
+            else:
+                steps[one] = step
+        method = "eager"
+        runs: Mapping[Format, Callable[[], object]] = steps
+        if self._graphs is not None and (replays := _capture(steps, self._graphs)):
+            runs, method = replays, "cuda graph"
+        times = interleave(runs, _time_steps) if runs else {}
+        torch.cuda.synchronize()
         return times, method, failures
 
     def _copy(self, channels_last: bool) -> nn.Module:
