@@ -39,14 +39,14 @@ def cells(page: str, heading: str) -> dict[str, str]:
 
 def test_gpu_has_a_busy_share_of_training_and_of_the_whole_run(tmp_path: Path) -> None:
     row = cells(page_of(tmp_path, GPU, None), "configuration, node, GPU")
-    assert (row["busy in training"], row["busy, whole run"]) == ("93%", "41%")
+    assert (row["NVML busy, training"], row["NVML busy, whole run"]) == ("93%", "41%")
     assert row["power, mean"] == "310 W"
 
 
 def test_gpu_of_an_older_record_has_the_busy_share_of_the_whole_run(tmp_path: Path) -> None:
     older = {key: value for key, value in GPU.items() if "training" not in key}
     row = cells(page_of(tmp_path, older, None), "configuration, node, GPU")
-    assert (row["busy in training"], row["busy, whole run"]) == ("-", "41%")
+    assert (row["NVML busy, training"], row["NVML busy, whole run"]) == ("-", "41%")
 
 
 def test_kernel_time_is_a_share_of_the_traced_iterations(tmp_path: Path) -> None:

@@ -315,16 +315,16 @@ def _gpu_tables(groups: Sequence[RunGroup]) -> Iterator[Block]:
             rows,
             Column("configuration, node, GPU", lambda row: row.label),
             _record_column(
-                "busy in training", "utilisation_percent_training_mean", formatting.percent
+                "NVML busy, training", "utilisation_percent_training_mean", formatting.percent
             ),
-            _record_column("busy, whole run", "utilisation_percent_mean", formatting.percent),
+            _record_column("NVML busy, whole run", "utilisation_percent_mean", formatting.percent),
             _record_column("memory, peak", "memory_used_bytes_peak", formatting.size),
             _record_column("power, mean", "power_watts_mean", lambda value: f"{value:.0f} W"),
         )
         yield note(
-            "Busy (NVML): share of the time in which a kernel of any process ran on the GPU, from"
-            " samples of its driver. In training: from the first to the last block of iterations,"
-            " with evaluation; the whole run includes the start-up."
+            "NVML busy: share of the time in which a kernel of any process ran on the GPU, sampled"
+            " by its driver. Training is from the first to the last block of iterations, with"
+            " evaluation; the whole run includes the start-up."
         )
     kernels = [(group, one) for group in groups if (one := kernel_time(group)) is not None]
     if kernels:
@@ -339,6 +339,6 @@ def _gpu_tables(groups: Sequence[RunGroup]) -> Iterator[Block]:
         )
         yield note(
             "Kernel time (CUPTI): time in which a kernel of the worker ran during the iterations of"
-            " --trace, mean over workers and runs. Recording slows launches, so the share in other"
-            " iterations is higher, if anything."
+            " --trace, mean over workers and runs. Recording slows launches, so the share is a"
+            " lower bound of that in other iterations."
         )
