@@ -51,6 +51,8 @@ def run_on_gpus(
                 timeout_seconds=TIMEOUT_SECONDS,
             ) as communicator:
                 result = function(communicator)
+                # `wait` of a stream-ordered operation does not block.
+                communicator.synchronize()
                 communicator.barrier().wait()
                 return result
 

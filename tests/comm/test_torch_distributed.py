@@ -22,7 +22,7 @@ from paceline.comm.communicator import Communicator
 from paceline.comm.process_groups import high_priority_threads
 from paceline.comm.torch_distributed import TorchCommunicator
 from paceline.errors import PeerError
-from paceline.measure.traffic import Traffic
+from paceline.measure import traffic
 from paceline.strategies.ddp import Ddp
 from tests.support import toy_replicas as toy
 from tests.support.worker_pool import WorkerPool
@@ -179,27 +179,33 @@ def test_all_reduce_calls_the_process_group_directly(
     assert group.waiting[-3:] == [test, "wait", "_block"]
 
 
-def traffic_seconds_added(communicator: Communicator, codec: str) -> int:
-    """Return how many steps of ddp add seconds if each worker has its own GPU.
+def transfers_on_gpu(communicator: Communicator, codec: str) -> int:
+    """Return how many transfers of ddp the GPU times if each worker has its own GPU.
 
     The CPU stands in for that GPU.
     """
     assert isinstance(communicator, TorchCommunicator)
-    added: list[float] = []
+    spans: list[tuple[float, float]] = []
+
+    def busy_seconds(of_kind: list[tuple[float, float]]) -> float:
+        spans.extend(of_kind)
+        return 0.0
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TorchCommunicator, "gpu", torch.device("cpu"))
-        patch.setattr(Traffic, "add_seconds", lambda *_: added.append(1.0))
+        patch.setattr(traffic, "busy_seconds", busy_seconds)
         strategy = Ddp(codec=codec)
         strategy.setup(toy.replica(communicator, toy.sgd()))
         toy.train(strategy, range(3))
         strategy.finish()
-    return len(added)
+        communicator.traffic.settle()
+    return len(spans)
 
 
 @pytest.mark.parametrize(("codec", "steps"), [("none", 3), ("bf16", 0)])
 def test_ddp_times_only_nccl_transfers(pool: WorkerPool, codec: str, steps: int) -> None:
     """With a codec, the communicator of the communication thread times the transfers."""
-    assert pool.run(2, traffic_seconds_added, codec, fresh=True) == [steps, steps]
+    assert pool.run(2, transfers_on_gpu, codec, fresh=True) == [steps, steps]
 
 
 @pytest.mark.gpu

@@ -7,8 +7,10 @@ from threading import Thread
 
 import pytest
 
+from paceline.measure.timeline import Interval
 from paceline.measure.traffic import Traffic
 from paceline.records import TRAFFIC_KINDS
+from tests.support.gpu_marks import FakeGpuTimeline
 
 
 def test_traffic_has_every_kind_of_the_records() -> None:
@@ -54,3 +56,37 @@ def test_counting_is_thread_safe() -> None:
         thread.join()
     count_of_all = traffic.counts["gradients"]
     assert (count_of_all.bytes_sent, count_of_all.messages) == (24000, 8000)
+
+
+def test_transfer_on_a_gpu_lasts_from_mark_to_mark() -> None:
+    timeline, traffic = FakeGpuTimeline(), Traffic()
+    for began, ended in ((1.0, 3.0), (2.0, 6.0)):
+        timeline.now = began
+        transfer = traffic.begin("gradients", Interval.begin(timeline), bytes_sent=5, messages=1)
+        timeline.now = ended
+        traffic.end(transfer)
+    assert traffic.to_dict()["gradients"] == {
+        "bytes_sent": 10,
+        "bytes_received": 0,
+        "messages": 2,
+        "seconds": 5.0,
+    }
+
+
+def test_captured_transfer_is_counted_by_each_replay() -> None:
+    timeline, traffic = FakeGpuTimeline(), Traffic()
+    with traffic.capture() as captured:
+        traffic.end(traffic.begin("gradients", Interval.begin(timeline), bytes_sent=5))
+    assert traffic.to_dict()["gradients"]["bytes_sent"] == 0
+    traffic.log = []
+    for moments in ([1.0, 2.0], [10.0, 12.0], [20.0, 24.0]):
+        traffic.before_replay(captured)
+        timeline.replay(timeline.marks, moments)
+        traffic.replayed(captured)
+    total = traffic.to_dict()["gradients"]
+    assert (total["bytes_sent"], total["seconds"]) == (15, 1 + 2 + 4)
+    assert [(each.began, each.completed) for each in traffic.log] == [
+        (1.0, 2.0),
+        (10.0, 12.0),
+        (20.0, 24.0),
+    ]

@@ -7,6 +7,7 @@ from threading import Event, Thread
 import pytest
 
 from paceline.comm.work import CombinedWork, Work
+from paceline.measure.timeline import Moment
 
 LIMIT_SECONDS = 30.0
 
@@ -50,7 +51,7 @@ def test_callback_can_wait_for_another_thread_that_uses_the_work(is_combined: bo
     work = CombinedWork([part]) if is_combined else part
     answers: list[bool] = []
 
-    def callback(_: float) -> None:
+    def callback(_: Moment) -> None:
         added = Event()
         register = lambda: work.add_done_callback(lambda _: added.set())  # noqa: E731
         Thread(target=register, daemon=True).start()
@@ -65,7 +66,7 @@ def test_wait_returns_after_all_callbacks() -> None:
     work, may_end, has_begun = Controlled(), Event(), Event()
     has_run: list[bool] = []
 
-    def callback(_: float) -> None:
+    def callback(_: Moment) -> None:
         has_begun.set()
         assert may_end.wait(LIMIT_SECONDS)
         has_run.append(True)
@@ -86,7 +87,7 @@ def test_callback_can_wait_for_its_own_work() -> None:
     work = Controlled()
     results: list[str] = []
 
-    def callback(_: float) -> None:
+    def callback(_: Moment) -> None:
         work.wait()
         results.append("returned")
 

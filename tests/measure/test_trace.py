@@ -18,6 +18,7 @@ from paceline.measure import phase_clock as clock_module
 from paceline.measure import timeline as timeline_module
 from paceline.measure import traffic as traffic_module
 from paceline.measure.phase_clock import PhaseClock, PhaseLog, Span
+from paceline.measure.timeline import Moment
 from paceline.measure.trace import WARM_UP_ITERATIONS, Tracer
 from paceline.measure.traffic import Traffic
 from paceline.records import read_iteration_seconds, read_json
@@ -175,7 +176,7 @@ class _DelayedWork(Work):
         super().__init__()
         self._hand, self._arrives = manual, manual.now + seconds
 
-    def add_done_callback(self, action: Callable[[float], None]) -> None:
+    def add_done_callback(self, action: Callable[[Moment], None]) -> None:
         self._hand.due.append((self._arrives, lambda: action(self._arrives)))
 
     def _block(self) -> None:
@@ -214,7 +215,7 @@ def replica_on(communicator: Communicator, model: nn.Module) -> Replica:
 class _LateNoticedWork(_DelayedWork):
     """Work whose completion is noticed only by `wait()`, which then knows the completion time."""
 
-    def add_done_callback(self, action: Callable[[float], None]) -> None:
+    def add_done_callback(self, action: Callable[[Moment], None]) -> None:
         Work.add_done_callback(self, action)
 
     def _block(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from time import perf_counter
 from typing import Any, Self
 
@@ -21,7 +21,8 @@ from paceline.measure.phase_clock import clock_for
 from paceline.measure.timeline import GpuTimeline, Moment, Timeline, busy_seconds, timeline_of
 from paceline.measure.traffic import Traffic
 from paceline.strategies import create_strategy
-from paceline.strategies.ddp import Ddp, ExchangeMeter
+from paceline.strategies.ddp import Ddp
+from paceline.strategies.exchange_meter import ExchangeMeter
 from paceline.strategies.replica import Replica
 from tests.support import odd_shapes as odd
 from tests.support import toy_replicas as toy
@@ -56,11 +57,12 @@ def test_overlapping_transfers_are_counted_once(
 class FakeMark:
     """A mark of a GPU whose clock is 1000 s ahead of the program."""
 
-    def __init__(self, at: float) -> None:
+    def __init__(self, at: float, *, is_passed: bool = True) -> None:
         self.gpu_seconds = at + 1000.0
+        self.is_passed = is_passed
 
     def query(self) -> bool:
-        return True
+        return self.is_passed
 
     def synchronize(self) -> None:
         return
@@ -69,12 +71,32 @@ class FakeMark:
         return (end_event.gpu_seconds - self.gpu_seconds) * 1000
 
 
+class FakeStreams:
+    """Records marks at given times, and anchors now."""
+
+    def __init__(self, moments: Iterator[float], now: list[float]) -> None:
+        self._moments, self._now = moments, now
+
+    def record(self) -> FakeMark:
+        return FakeMark(next(self._moments))
+
+    def record_behind(self, wait: Callable[[], object]) -> FakeMark:
+        wait()
+        return self.record()
+
+    def join(self) -> None:
+        return
+
+    def record_anchor(self) -> FakeMark:
+        return FakeMark(self._now[0])
+
+
 def test_gpu_marks_are_converted_to_perf_counter_seconds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now, marks = [60.0], iter([40.0, 59.0, 80.0])
     monkeypatch.setattr(timeline_module, "perf_counter", lambda: now[0])
-    timeline = GpuTimeline(lambda: FakeMark(next(marks)), lambda: FakeMark(now[0]))
+    timeline = GpuTimeline(FakeStreams(marks, now))
     early, late, after = (timeline.mark() for _ in range(3))
     assert [timeline.seconds(early), timeline.seconds(late)] == [40.0, 59.0]
     now[0] = 90.0
@@ -83,13 +105,19 @@ def test_gpu_marks_are_converted_to_perf_counter_seconds(
 
 
 class ScriptedTimeline(Timeline):
-    """Passes its marks at given times."""
+    """A GPU that passes its marks at given times, once a test allows it."""
 
     def __init__(self, moments: list[float]) -> None:
         self._moments = iter(moments)
+        self.marks: list[FakeMark] = []
 
     def mark(self) -> Moment:
-        return next(self._moments)
+        self.marks.append(FakeMark(next(self._moments), is_passed=False))
+        return self.marks[-1]
+
+    def seconds(self, moment: Moment) -> float:
+        assert isinstance(moment, FakeMark)
+        return moment.gpu_seconds - 1000.0
 
 
 class EnqueuedHandle:
@@ -109,17 +137,17 @@ class EnqueuedHandle:
         return
 
 
-def test_nccl_collective_completes_when_the_gpu_completes_it() -> None:
-    """Neither submission nor `wait` marks its completion."""
-    moments: list[float] = []
+def test_nccl_collective_completes_at_a_mark_of_the_gpu() -> None:
+    """The mark is known before the GPU has passed it, and all callbacks get the same one."""
+    moments: list[Moment] = []
     operation = OperationContext(0, "all_reduce with", (1,))
-    work = NcclWork(EnqueuedHandle([]), operation, 5.0, ScriptedTimeline([17.0]))
+    timeline = ScriptedTimeline([17.0])
+    work = NcclWork(EnqueuedHandle([]), operation, 5.0, timeline)
     work.add_done_callback(moments.append)
-    work.add_done_callback(moments.append)
-    assert moments == []
     work.wait()
     work.add_done_callback(moments.append)
-    assert moments == [17.0] * 3
+    assert moments == timeline.marks * 2
+    assert timeline.seconds(moments[0]) == 17.0
 
 
 class EnqueuingGroup:
@@ -147,32 +175,33 @@ def ddp_over_nccl(communicator: Communicator) -> dict[str, Any]:
     strategy.setup(replica)
     strategy._uses_nccl = True
     strategy._timeline = ScriptedTimeline(THREE_STEPS)
-    strategy._meter = ExchangeMeter(replica, strategy._timeline, is_nccl=True)
+    strategy._meter = ExchangeMeter(replica, strategy._timeline)
     strategy._group = EnqueuingGroup(strategy._group)
     noted = []
     for _ in range(3):
         strategy.backward(replica.forward(torch.ones(1, 4)).sum())
         strategy.step()
         noted.append(len(replica.exposed.began))
+        for mark in strategy._timeline.marks:
+            mark.is_passed = True
     strategy.finish()
     return {
         "noted": [*noted, len(replica.exposed.began)],
         "exposed": [*replica.exposed.began, *replica.exposed.ended],
         "hidden": replica.hidden_exchange_seconds,
         "exchange": replica.clock.seconds["exchange"],
-        "under way": communicator.traffic.counts["gradients"].seconds,
+        "under way": communicator.traffic.to_dict()["gradients"]["seconds"],
     }
 
 
 def test_ddp_over_nccl_measures_gpu_time(pool: WorkerPool) -> None:
     for account in pool.run(2, ddp_over_nccl, fresh=True):
-        # Each step is settled when the next one is submitted, without waiting for the GPU.
+        # The first step after which the GPU has passed the marks of a step accounts for it.
         assert account["noted"] == [0, 1, 2, 3]
         assert account["exposed"] == [1.0, 14.0, 23.0, 2.0, 16.0, 26.0]
         assert account["hidden"] == (13 - 10) + (23 - 20)
         assert account["exchange"] == pytest.approx((2 - 1) + (16 - 14) + (26 - 23))
-        # Excludes the time of submission.
-        assert account["under way"] >= (2 - 1) + (13 - 10) + (16 - 14) + (26 - 20)
+        assert account["under way"] == (2 - 1) + (13 - 10) + (16 - 14) + (26 - 20)
 
 
 class GatedHandle:
@@ -306,7 +335,7 @@ def test_mark_of_a_real_gpu_lies_between_submission_and_completion() -> None:
 @pytest.mark.gpu
 def test_real_nccl_collective_completes_before_later_gpu_work() -> None:
     nccl = process_groups.create_nccl(HashStore(), 0, 1, "127.0.0.1", GPU, 30.0)
-    timeline, moments = timeline_of(GPU), list[float]()
+    timeline, moments = timeline_of(GPU), list[Moment]()
     tensor = torch.ones(1000, device=GPU)
     nccl.allreduce([tensor]).wait()
     torch.cuda._sleep(SLEEP_CYCLES)
@@ -321,4 +350,4 @@ def test_real_nccl_collective_completes_before_later_gpu_work() -> None:
     nccl.abort()
     (completed,) = moments
     # Each event is converted to the clock of the program, with an error of microseconds.
-    assert timeline.seconds(ready) - 1e-4 <= completed < timeline.seconds(after)
+    assert timeline.seconds(ready) - 1e-4 <= timeline.seconds(completed) < timeline.seconds(after)

@@ -18,6 +18,8 @@ Rules for all operations:
 - If a peer exits, or does not respond within `timeout_seconds`, the operation raises a one-line
   `PeerError` that names the operation and its peers, either when it starts or in `wait()`. After an
   error, a communicator can only be closed.
+- Operations on GPU tensors may be stream-ordered (work.py). If one fails after its `wait()`, the
+  GPU is released, and the next call on the communicator raises the error (stream_monitor.py).
 - The sum of bools is a logical or. All other dtypes are summed in their own precision.
 
 reduce_scatter and all_gather split the flattened tensor into `world_size` chunks, one per rank,
@@ -30,7 +32,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -137,6 +139,24 @@ class Communicator(ABC):
         """Synchronize all ranks: the operation completes once every rank has started it."""
         return self.all_reduce(torch.zeros(1, dtype=torch.uint8), "control")
 
+    def synchronize(self) -> None:  # noqa: B027 - most communicators block in `wait`
+        """Block until all stream-ordered operations are complete; raise the error of a failed one.
+
+        A failed operation leaves wrong results on the GPU. Call this before results leave it for
+        good, for example in a checkpoint.
+        """
+
+    def capture_obstacle(self) -> str | None:
+        """Return why operations on GPU tensors cannot be captured in a CUDA graph, if they cannot.
+
+        A single rank has nothing to capture.
+        """
+        return None if self.world_size == 1 else "the workers communicate through the CPU"
+
+    def replay_observers(self) -> list[Any]:
+        """Return what has to know about captures and replays (training/cuda_graph.py)."""
+        return [self.traffic]
+
     @abstractmethod
     def dup(self, traffic: Traffic | None = None) -> Self:
         """Create a communicator over the same ranks whose messages never mix with this one's.
@@ -193,7 +213,7 @@ class Communicator(ABC):
         """End a transfer when the work that performs it ends."""
         if transfer.is_logged:
             work.add_done_callback(transfer.complete)
-        return work.on_end(lambda: self.traffic.end(transfer))
+        return work.on_end(lambda: self.traffic.end(transfer, work.completion_time))
 
     def _in_background(
         self, tensor: Tensor, operation: Callable[[Communicator, Tensor], None]

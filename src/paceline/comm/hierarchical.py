@@ -33,6 +33,7 @@ from paceline.comm.shm import communicator as shared_memory
 from paceline.comm.shm.communicator import SharedMemoryCommunicator
 from paceline.comm.work import CompletedWork, Work
 from paceline.errors import UsageError
+from paceline.measure.timeline import Moment
 from paceline.measure.traffic import Traffic
 
 POLL_SECONDS = 0.0002
@@ -359,7 +360,7 @@ class ShmProgressingWork(Work):
         super().__init__()
         self._intra_node, self._work = intra_node, work
 
-    def add_done_callback(self, action: Callable[[float], None]) -> None:
+    def add_done_callback(self, action: Callable[[Moment], None]) -> None:
         self._work.add_done_callback(action)
 
     def _block(self) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from threading import Lock, Thread
-from time import monotonic, sleep
 from typing import Any, Self
 
 import torch
@@ -40,13 +39,13 @@ from paceline.comm.process_groups import (
     use_interface_of,
 )
 from paceline.comm.rendezvous import Rendezvous
+from paceline.comm.stream_monitor import ReplayWatcher, StreamMonitor
 from paceline.comm.work import CompletedWork, Work
-from paceline.measure.timeline import Moment, Timeline, timeline_of
+from paceline.errors import PeerError
+from paceline.measure.timeline import Interval, Moment, Timeline, is_capturing, timeline_of
 from paceline.measure.traffic import CountedTransfer, Traffic
 
 CPU = torch.device("cpu")
-
-NCCL_POLL_SECONDS = 0.0001
 
 
 def connect(
@@ -82,7 +81,7 @@ class ProcessGroupWork(Work):
 class GlooWork(ProcessGroupWork):
     """A gloo collective."""
 
-    def add_done_callback(self, action: Callable[[float], None]) -> None:
+    def add_done_callback(self, action: Callable[[Moment], None]) -> None:
         is_first = not self._on_completion
         super().add_done_callback(action)
         if is_first:
@@ -128,42 +127,28 @@ class GlooPointToPointWork(ProcessGroupWork):
 
 
 class NcclWork(ProcessGroupWork):
-    """An NCCL operation. Its handle's `wait` orders GPU work but does not block the host."""
-
-    _end: Moment | None = None
+    """A stream-ordered NCCL operation: `wait` does not block the host."""
 
     def __init__(
-        self,
-        handle: Any,
-        context: OperationContext,
-        timeout_seconds: float,
-        timeline: Timeline | None = None,
+        self, handle: Any, context: OperationContext, timeout_seconds: float, timeline: Timeline
     ) -> None:
-        """`timeline` is the GPU's for a collective, and None for messages, which have no future."""
+        """`timeline` is the GPU's."""
         super().__init__(handle, context, timeout_seconds)
         self._timeline = timeline
 
-    def add_done_callback(self, action: Callable[[float], None]) -> None:
-        is_first = not self._on_completion
+    def add_done_callback(self, action: Callable[[Moment], None]) -> None:
+        # Without a callback, the mark of `_block` is good enough.
+        if self._completed is None:
+            self._complete(self._timeline.mark_behind(self._handle.wait))
         super().add_done_callback(action)
-        if is_first and self._timeline is not None:
-            # Runs immediately, on a stream that waits for the collective.
-            self._handle.get_future().then(self._mark_end)
-
-    def _mark_end(self, _: object) -> None:
-        assert self._timeline is not None
-        self._end = self._timeline.mark()
 
     def _block(self) -> None:
         with PeerErrorTranslator(self._context, self._timeout_seconds):
-            deadline = monotonic() + self._timeout_seconds
-            while not self._handle.is_completed():
-                if monotonic() > deadline:
-                    raise self._context.timed_out(self._timeout_seconds)
-                sleep(NCCL_POLL_SECONDS)
             self._handle.wait()
-            if self._end is not None and self._timeline is not None:
-                self._complete(self._timeline.seconds(self._end))
+        if self._completed is None:
+            self._complete(self._timeline.mark())
+        else:
+            self._timeline.join()
 
     def _poll(self) -> bool:
         return bool(self._handle.is_completed())
@@ -228,6 +213,8 @@ class TorchCommunicator(Communicator):
         self._gloo: Any = None
         self._nccl: Any = None
         self._timeline: Timeline | None = None
+        self._monitor = StreamMonitor(timeout_seconds, self._fail)
+        self._failure: PeerError | None = None
         with PeerErrorTranslator(self.context("connect to", self.peers), timeout_seconds):
             self._gloo = create_gloo(store, rank, world_size, address, timeout_seconds)
             if gpu is not None:
@@ -246,7 +233,7 @@ class TorchCommunicator(Communicator):
             return CompletedWork()
         flat = StagingBuffer.from_tensor(tensor, self._device(tensor)).flat
         context = self.context("send to", (to,))
-        transfer = self.traffic.begin(kind, bytes_sent=tensor.nbytes, messages=1)
+        transfer = self._begin(kind, flat.device, bytes_sent=tensor.nbytes, messages=1)
         with _StartingOperation(self, context, transfer):
             if flat.device == CPU:
                 handle = self._group(CPU).send([flat], to, 0)
@@ -261,7 +248,7 @@ class TorchCommunicator(Communicator):
         staged = StagingBuffer.empty_like(tensor, self._device(tensor))
         flat = staged.flat
         context = self.context("recv from", (source,))
-        transfer = self.traffic.begin(kind, bytes_received=tensor.nbytes)
+        transfer = self._begin(kind, flat.device, bytes_received=tensor.nbytes)
         with _StartingOperation(self, context, transfer):
             if flat.device == CPU:
                 handle = self._group(CPU).recv([flat], source, 0)
@@ -277,8 +264,8 @@ class TorchCommunicator(Communicator):
         sending, receiving = StagingBuffer.from_tensor(outgoing), StagingBuffer.empty_like(incoming)
         device = sending.flat.device
         context = self.context("sendrecv with", sorted({to, source}))
-        transfer = self.traffic.begin(
-            kind, bytes_sent=outgoing.nbytes, bytes_received=incoming.nbytes, messages=1
+        transfer = self._begin(
+            kind, device, bytes_sent=outgoing.nbytes, bytes_received=incoming.nbytes, messages=1
         )
         with _StartingOperation(self, context, transfer):
             handle = start_nccl_messages(
@@ -293,9 +280,8 @@ class TorchCommunicator(Communicator):
         options = dist.BroadcastOptions()
         options.rootRank = root
         context = self.context("broadcast with", self.peers)
-        transfer = self.traffic.begin(
-            kind, **broadcast_counts(tensor, self.rank, self.world_size, root)
-        )
+        counts = broadcast_counts(tensor, self.rank, self.world_size, root)
+        transfer = self._begin(kind, staged.flat.device, **counts)
         with _StartingOperation(self, context, transfer):
             # Broadcast bytes, because gloo does not support every dtype.
             handle = self._group(staged.flat.device).broadcast(
@@ -316,9 +302,8 @@ class TorchCommunicator(Communicator):
         staged = StagingBuffer.from_tensor(tensor, self._device(tensor))
         own = chunk(staged.flat, self.world_size, self.rank)
         context = self.context("reduce_scatter with", self.peers)
-        transfer = self.traffic.begin(
-            kind, **reduce_scatter_counts(tensor, self.rank, self.world_size)
-        )
+        counts = reduce_scatter_counts(tensor, self.rank, self.world_size)
+        transfer = self._begin(kind, staged.flat.device, **counts)
         with _StartingOperation(self, context, transfer):
             handle = self._group(staged.flat.device)._reduce_scatter_base(own, staged.flat)
         return self._collective(handle, context, transfer, staged)
@@ -331,7 +316,8 @@ class TorchCommunicator(Communicator):
         staged = StagingBuffer.from_tensor(tensor, self._device(tensor))
         own = chunk(staged.flat, self.world_size, self.rank).clone()
         context = self.context("all_gather with", self.peers)
-        transfer = self.traffic.begin(kind, **all_gather_counts(tensor, self.rank, self.world_size))
+        counts = all_gather_counts(tensor, self.rank, self.world_size)
+        transfer = self._begin(kind, staged.flat.device, **counts)
         with _StartingOperation(self, context, transfer):
             handle = self._group(staged.flat.device)._allgather_base(
                 staged.flat.view(torch.uint8), own.view(torch.uint8)
@@ -345,7 +331,8 @@ class TorchCommunicator(Communicator):
             return CompletedWork()
         staged = StagingBuffer.from_tensor(tensor, self._device(tensor))
         context = self.context("all_reduce with", self.peers)
-        transfer = self.traffic.begin(kind, **all_reduce_counts(tensor, self.rank, self.world_size))
+        counts = all_reduce_counts(tensor, self.rank, self.world_size)
+        transfer = self._begin(kind, staged.flat.device, **counts)
         with _StartingOperation(self, context, transfer):
             handle = self._group(staged.flat.device).allreduce([staged.flat])
         return self._collective(handle, context, transfer, staged)
@@ -397,9 +384,34 @@ class TorchCommunicator(Communicator):
             raise RuntimeError("the default process group was destroyed by other code")
         return group
 
+    def capture_obstacle(self) -> str | None:
+        return super().capture_obstacle() if self._nccl is None else None
+
+    def replay_observers(self) -> list[Any]:
+        watcher = (
+            []
+            if self._gpu is None
+            else [ReplayWatcher(self._monitor, self.context("captured step with", self.peers))]
+        )
+        return [*super().replay_observers(), *watcher]
+
+    def synchronize(self) -> None:
+        self._monitor.synchronize()
+        if self._failure is not None:
+            raise self._failure
+
     def _disconnect(self) -> None:
+        self._monitor.close()
         if self._created_default_group and dist.is_initialized():
             dist.destroy_process_group()
+        self._abort()
+
+    def _fail(self, error: PeerError) -> None:
+        """Handle the failure of an operation after its `wait`: later calls raise its error."""
+        self._failure = error
+        self._abort()
+
+    def _abort(self) -> None:
         # If several threads close the communicator at the same time, only one of them aborts.
         with self._closing:
             nccl, gloo = self._nccl, self._gloo
@@ -408,6 +420,11 @@ class TorchCommunicator(Communicator):
             nccl.abort()
         if gloo is not None:
             abort_gloo(gloo, self.peers)
+
+    def _begin(self, kind: str, device: torch.device, **counts: int) -> CountedTransfer:
+        """Count a transfer that starts now, from a device."""
+        timeline = None if device == CPU else self._timeline
+        return self.traffic.begin(kind, Interval.begin(timeline) if timeline else None, **counts)
 
     def _collective(
         self,
@@ -419,7 +436,7 @@ class TorchCommunicator(Communicator):
         if staged.flat.device == CPU:
             work: Work = GlooWork(handle, context, self.timeout_seconds)
         else:
-            work = NcclWork(handle, context, self.timeout_seconds, self._timeline)
+            work = self._stream_work(handle, context)
         return self.track_transfer(work, transfer).on_success(staged.copy_back)
 
     def _message(
@@ -429,10 +446,21 @@ class TorchCommunicator(Communicator):
         transfer: CountedTransfer,
         device: torch.device,
     ) -> Work:
-        work_class = GlooPointToPointWork if device == CPU else NcclWork
-        return self.track_transfer(work_class(handle, context, self.timeout_seconds), transfer)
+        if device == CPU:
+            work: Work = GlooPointToPointWork(handle, context, self.timeout_seconds)
+        else:
+            work = self._stream_work(handle, context)
+        return self.track_transfer(work, transfer)
+
+    def _stream_work(self, handle: Any, context: OperationContext) -> Work:
+        assert self._timeline is not None
+        if not is_capturing():
+            self._monitor.watch(handle, context)
+        return NcclWork(handle, context, self.timeout_seconds, self._timeline)
 
     def _group(self, device: torch.device) -> Any:
+        if self._failure is not None:
+            raise self._failure
         group = self._gloo if device == CPU else self._nccl
         if group is None:
             raise _ClosedError
@@ -440,8 +468,7 @@ class TorchCommunicator(Communicator):
 
     def _device(self, tensor: Tensor) -> torch.device:
         """Return the device from which a tensor is sent."""
-        uses_nccl = self._nccl is not None and tensor.device == self._gpu
-        return tensor.device if uses_nccl else CPU
+        return tensor.device if tensor.device == self._gpu else CPU
 
     def _divides_evenly(self, tensor: Tensor) -> bool:
         return tensor.numel() % self.world_size == 0

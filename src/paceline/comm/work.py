@@ -7,12 +7,17 @@ from collections.abc import Callable, Sequence
 from threading import Event, Lock, get_ident
 from time import perf_counter
 
+from paceline.measure.timeline import Moment
+
 
 class Work(ABC):
     """An operation in progress; a blocking call is `communicator.send(...).wait()`.
 
     Until `wait()` returns, the caller must neither modify nor read the tensors of the operation,
     and results may be missing. A Work is used by one thread at a time.
+
+    An operation on tensors of a GPU may be stream-ordered: `wait()` returns at once, and what the
+    caller submits to the current stream afterward runs behind the operation.
     """
 
     def __init__(self) -> None:
@@ -20,15 +25,18 @@ class Work(ABC):
         self._error: BaseException | None = None
         self._on_end: list[Callable[[], None]] = []
         self._on_success: list[Callable[[], None]] = []
-        self._completed: float | None = None
-        self._on_completion: list[Callable[[float], None]] = []
+        self._completed: Moment | None = None
+        self._on_completion: list[Callable[[Moment], None]] = []
         self._completing = Lock()
         self._callbacks_done: Event | None = None
         """Set once all done callbacks have run; None if there are none."""
         self._callback_thread: int | None = None
 
     def wait(self) -> None:
-        """Block until the operation is complete. Raises its error, if any, on every call."""
+        """Block until the operation is complete, or order the current stream behind it.
+
+        Raises the error of the operation, if any, on every call.
+        """
         if not self._ended:
             self._ended = True
             try:
@@ -46,6 +54,11 @@ class Work(ABC):
         elif self._error is not None:
             raise self._error
 
+    @property
+    def completion_time(self) -> Moment | None:
+        """The completion time, as for `add_done_callback`; None if it is not known yet."""
+        return self._completed
+
     def is_completed(self) -> bool:
         """Return whether `wait()` would return, or raise, without blocking."""
         return self._ended or self._poll()
@@ -60,12 +73,13 @@ class Work(ABC):
         self._on_end.append(action)
         return self
 
-    def add_done_callback(self, action: Callable[[float], None]) -> None:
-        """Call `action` with the completion time of the operation (`perf_counter`).
+    def add_done_callback(self, action: Callable[[Moment], None]) -> None:
+        """Call `action` with the completion time of the operation.
 
         The callback runs on the thread that detects the completion, which may be any thread, and
-        before `wait()` returns. The time is that of the completion, even if it is detected later.
-        No lock is held during the call.
+        before `wait()` returns. The time is that of the completion, even if it is detected later:
+        in seconds of `perf_counter`, or, for a stream-ordered operation, as a mark that the GPU has
+        not passed yet. No lock is held during the call.
         """
         with self._completing:
             if self._completed is None:
@@ -73,7 +87,7 @@ class Work(ABC):
                 return
         action(self._completed)
 
-    def _complete(self, completion_time: float | None = None) -> None:
+    def _complete(self, completion_time: Moment | None = None) -> None:
         """Record the completion time (default: now) and run done callbacks.
 
         Later calls have no effect. Subclasses call this for operations that complete before
@@ -126,19 +140,23 @@ class CombinedWork(Work):
     def __init__(self, works: Sequence[Work]) -> None:
         super().__init__()
         self._works = works
-        self._last_completion = 0.0
+        self._last_completion: Moment = 0.0
         self._incomplete = len(works)
 
-    def add_done_callback(self, action: Callable[[float], None]) -> None:
+    def add_done_callback(self, action: Callable[[Moment], None]) -> None:
         is_first = not self._on_completion
         super().add_done_callback(action)
         if is_first:
             for work in self._works:
                 work.add_done_callback(self._record_completion)
 
-    def _record_completion(self, completion_time: float) -> None:
+    def _record_completion(self, completion_time: Moment) -> None:
         with self._completing:
-            self._last_completion = max(self._last_completion, completion_time)
+            last = self._last_completion
+            if isinstance(completion_time, float) and isinstance(last, float):
+                completion_time = max(last, completion_time)
+            # The operations of a stream complete in the order in which they start.
+            self._last_completion = completion_time
             self._incomplete -= 1
             is_last = self._incomplete == 0
         if is_last:

@@ -91,8 +91,10 @@ class ExposedIntervals:
         self.ended = array("d")
 
     def add(self, began: float, ended: float) -> None:
-        self.began.append(began)
-        self.ended.append(ended)
+        """Add an interval, in the order of their starts."""
+        index = bisect_right(self.began, began)
+        self.began.insert(index, began)
+        self.ended.insert(index, ended)
 
 
 class PhaseClock:
@@ -189,6 +191,14 @@ class PhaseClock:
         """Reassign seconds from one phase to another."""
         self._seconds[source] -= seconds
         self._seconds[target] += seconds
+
+    def expose(self, source: str, began: float, ended: float) -> None:
+        """Reassign an interval of phase `source` to exposed communication."""
+        self.move(source, "exchange", ended - began)
+        if self.log is not None:
+            self.settle_log()
+            self.log.relabel(source, "exchange", began, ended)
+        self._exposed.add(began, ended)
 
     def start_log(self) -> PhaseLog:
         """Log the start and end of phases and steps until `stop_log`."""

@@ -7,9 +7,10 @@ a mark (a CUDA event), which is converted to seconds after the GPU has passed it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Protocol
 
 import torch
 
@@ -29,22 +30,54 @@ class Timeline:
         """Return the time at which the device completes the work submitted so far."""
         return perf_counter()
 
+    def mark_behind(self, wait: Callable[[], object]) -> Moment:
+        """Return the time at which the device completes what `wait` orders a stream behind.
+
+        The current stream does not wait for it. In a capture, `join` must follow.
+        """
+        wait()
+        return self.mark()
+
+    def join(self) -> None:
+        """Order the current stream behind all marks of `mark_behind`, if it is being captured."""
+
     def seconds(self, moment: Moment) -> float:
         """Convert to `perf_counter` seconds; waits until the device has passed the mark."""
         assert isinstance(moment, float)
         return moment
 
 
+class MarkStreams(Protocol):
+    """Records the marks of a timeline."""
+
+    def record(self) -> Mark:
+        """Mark the current stream."""
+
+    def record_behind(self, wait: Callable[[], object]) -> Mark:
+        """Mark a stream that `wait` orders behind other work."""
+
+    def join(self) -> None:
+        """Order the current stream behind that of `record_behind`, if it is being captured."""
+
+    def record_anchor(self) -> Mark:
+        """Mark a stream without work."""
+
+
 class GpuTimeline(Timeline):
     """Timeline of a GPU."""
 
-    def __init__(self, record_mark: Callable[[], Mark], record_anchor: Callable[[], Mark]) -> None:
-        """`record_mark` marks the current stream; `record_anchor` marks a stream without work."""
-        self._record_mark, self._record_anchor = record_mark, record_anchor
+    def __init__(self, streams: MarkStreams) -> None:
+        self._streams = streams
         self._anchor: tuple[Mark, float] | None = None
 
     def mark(self) -> Moment:
-        return self._record_mark()
+        return self._streams.record()
+
+    def mark_behind(self, wait: Callable[[], object]) -> Moment:
+        return self._streams.record_behind(wait)
+
+    def join(self) -> None:
+        self._streams.join()
 
     def seconds(self, moment: Moment) -> float:
         if isinstance(moment, float):
@@ -56,61 +89,67 @@ class GpuTimeline(Timeline):
         return anchored + anchor.elapsed_time(moment) / 1000
 
     def _new_anchor(self) -> tuple[Mark, float]:
-        mark = self._record_anchor()
+        mark = self._streams.record_anchor()
         mark.synchronize()
         self._anchor = (mark, perf_counter())
         return self._anchor
 
 
-def timeline_of(device: torch.device) -> Timeline:
-    """Return the timeline of a device."""
-    if device.type != "cuda":
-        return Timeline()
-    idle = torch.cuda.Stream(device)
+def is_capturing() -> bool:
+    """Return whether the work of the current stream is captured in a CUDA graph, not executed."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
-    def record(stream: torch.cuda.Stream) -> Mark:
-        event = torch.cuda.Event(enable_timing=True)
+
+class _CudaMarkStreams:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._side, self._idle = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def record(self) -> Mark:
+        return self._record_on(torch.cuda.current_stream(self._device))
+
+    def record_behind(self, wait: Callable[[], object]) -> Mark:
+        with torch.cuda.stream(self._side):
+            wait()
+            return self._record_on(self._side)
+
+    def join(self) -> None:
+        # A capture must end with all of its streams joined.
+        if is_capturing():
+            torch.cuda.current_stream(self._device).wait_stream(self._side)
+
+    def record_anchor(self) -> Mark:
+        return self._record_on(self._idle)
+
+    def _record_on(self, stream: torch.cuda.Stream) -> Mark:
+        # Within a CUDA graph, only an external event gets the time of each replay.
+        event = torch.cuda.Event(enable_timing=True, external=is_capturing())
         event.record(stream)
         return event
 
-    return GpuTimeline(lambda: record(torch.cuda.current_stream(device)), lambda: record(idle))
+
+def timeline_of(device: torch.device) -> Timeline:
+    """Return the timeline of a device."""
+    return Timeline() if device.type != "cuda" else GpuTimeline(_CudaMarkStreams(device))
 
 
 @dataclass(slots=True)
 class Interval:
     """A transfer: from the moment its input is ready to the moment its output is ready."""
 
+    timeline: Timeline
     began: Moment
     ended: Moment | None = None
 
-
-class BusyTimer:
-    """Records transfers, which may overlap and may end on any thread."""
-
-    def __init__(self, timeline: Timeline) -> None:
-        """`timeline` is the timeline of the device that computes the inputs."""
-        self._timeline = timeline
-        self._intervals: list[Interval] = []
-
-    def begin(self) -> Interval:
+    @classmethod
+    def begin(cls, timeline: Timeline) -> Interval:
         """Begin a transfer of what the current stream computes; the caller sets `ended`."""
-        interval = Interval(self._timeline.mark())
-        self._intervals.append(interval)
-        return interval
+        return cls(timeline, timeline.mark())
 
-    def take(self) -> list[Interval]:
-        """Return the transfers since the last call."""
-        intervals, self._intervals = self._intervals, []
-        return intervals
-
-    def spans(self, intervals: Sequence[Interval]) -> list[tuple[float, float]]:
-        """Convert to `perf_counter` seconds; waits until the device has passed all marks."""
-        seconds = self._timeline.seconds
-        spans = []
-        for interval in intervals:
-            assert interval.ended is not None, "the transfer has not ended"
-            spans.append((seconds(interval.began), seconds(interval.ended)))
-        return spans
+    def span(self) -> tuple[float, float]:
+        """Convert to `perf_counter` seconds; waits until the device has passed both marks."""
+        assert self.ended is not None, "the transfer has not ended"
+        return self.timeline.seconds(self.began), self.timeline.seconds(self.ended)
 
 
 def busy_seconds(spans: Iterable[tuple[float, float]], until: float = math.inf) -> float:

@@ -61,6 +61,7 @@ class Tracer:
 
     def _stop(self) -> None:
         self._clock.stop_log()
+        self._traffic.settle()
         self._traffic.log = None
         if self._kernels is not None:
             self._kernels.stop()

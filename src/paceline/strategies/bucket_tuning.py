@@ -163,6 +163,7 @@ def probe_latency(communicator: Communicator, device: torch.device) -> float:
     for _ in range(PROBES):
         began = perf_counter()
         communicator.all_reduce(torch.zeros(1, device=device), "control").wait()
+        communicator.synchronize()
         seconds.append(perf_counter() - began)
     # The first one also waits for the other ranks.
     return min(seconds[1:])

@@ -7,7 +7,6 @@ and records when each bucket was ready and when its sum was complete.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -23,68 +22,14 @@ from paceline.comm.torch_distributed import TorchCommunicator
 from paceline.config import RunConfig
 from paceline.config.conversion import check_option
 from paceline.errors import ConfigError, PeerError, RunError
-from paceline.measure.timeline import BusyTimer, Interval, Timeline, busy_seconds, timeline_of
-from paceline.measure.traffic import CountedTransfer
+from paceline.measure.timeline import Interval, Moment, timeline_of
+from paceline.strategies.exchange_meter import ExchangeMeter
 from paceline.strategies.gradient_averaging import KIND, GradientAveraging
 from paceline.strategies.replica import Replica
-from paceline.strategies.strategy import StepMeter, Strategy, check_uses_torch
+from paceline.strategies.strategy import Strategy, check_uses_torch
 
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """The transfers of one step, in the order in which their gradients were ready."""
-
-    intervals: list[Interval]
-    transfers: list[CountedTransfer]
-
-
-class ExchangeMeter(StepMeter):
-    """Separates exposed from overlapped communication.
-
-    DDP waits for its all-reduces inside the backward pass. The time after the last gradient was
-    ready is exposed communication. With NCCL, this time is known only after the GPU has finished
-    the step. Each step is therefore accounted for after the next one, so that the CPU can continue
-    to submit work.
-    """
-
-    def __init__(self, replica: Replica, timeline: Timeline, *, is_nccl: bool) -> None:
-        self.timer = BusyTimer(timeline)
-        self.transfers: list[CountedTransfer] = []
-        """Transfers of the current step."""
-        self._replica = replica
-        self._is_nccl = is_nccl
-        self._unaccounted = _Step([], [])
-
-    def end_step(self) -> None:
-        """End a step: all its transfers have started and, without NCCL, completed."""
-        step = _Step(self.timer.take(), self.transfers)
-        self.transfers = []
-        if self._is_nccl:
-            step, self._unaccounted = self._unaccounted, step
-        self._account_for(step)
-
-    def settle(self) -> None:
-        step, self._unaccounted = self._unaccounted, _Step([], [])
-        self._account_for(step)
-
-    def _account_for(self, step: _Step) -> None:
-        spans = self.timer.spans(step.intervals)
-        if not spans:
-            return
-        replica, clock = self._replica, self._replica.clock
-        ready = spans[-1][0]
-        ended = max(ready, *(span[1] for span in spans))
-        clock.move("backward", "exchange", ended - ready)
-        if clock.log is not None:
-            clock.settle_log()
-            clock.log.relabel("backward", "exchange", ready, ended)
-        replica.exposed.add(ready, ended)
-        replica.add_overlapped(busy_seconds(spans, until=ready))
-        if self._is_nccl:
-            replica.communicator.traffic.add_seconds(KIND, busy_seconds(spans))
-            for transfer, span in zip(step.transfers, spans, strict=False):
-                if transfer.is_logged:
-                    transfer.began, transfer.completed = span
+DDP_WARMUP_STEPS = 11
+"""DDP times its first ten steps with CUDA events that a capture cannot contain."""
 
 
 class Ddp(GradientAveraging):
@@ -120,6 +65,7 @@ class Ddp(GradientAveraging):
         if is_single:
             return
         assert isinstance(self._communicator, TorchCommunicator)
+        self.warmup_steps = DDP_WARMUP_STEPS
         self._group: Any = self._communicator.default_process_group()
         if self.reducer.codec:
             self._background = CommunicationThread(self._communicator)
@@ -127,8 +73,7 @@ class Ddp(GradientAveraging):
         on_own_gpu = replica.trainable[0].device == self._communicator.gpu
         # The communicator of the background thread times its own transfers.
         self._uses_nccl = on_own_gpu and self._background is None
-        self._meter = ExchangeMeter(replica, self._timeline, is_nccl=self._uses_nccl)
-        self.meter = self._meter
+        self.meter = self._meter = ExchangeMeter(replica, self._timeline)
         self._failed = self._is_dry_run = False
         # A codec keeps state per bucket, so the buckets must not change after the first step.
         self._needs_dry_run = self.reducer.codec is not None
@@ -146,6 +91,16 @@ class Ddp(GradientAveraging):
         # DDP rejects annotations that are strings; a lambda has none.
         self._wrapped.register_comm_hook(None, lambda _, bucket: self._hook(bucket))
         replica.forward = self._forward
+
+    def capture_obstacle(self) -> str | None:
+        if self._communicator.world_size > 1 and self._find_unused:
+            return "-o find_unused=true reads on the CPU which weights were used"
+        return super().capture_obstacle()
+
+    def replay_observers(self) -> list[Any]:
+        meters = [] if self._communicator.world_size == 1 else [self._meter]
+        # DDP's all-reduces run in torch's default group, which has a watchdog of its own.
+        return [self._communicator.traffic, *meters]
 
     def _forward(self, inputs: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
@@ -188,7 +143,7 @@ class Ddp(GradientAveraging):
             unchanged: Future[Tensor] = Future()
             unchanged.set_result(gradient)
             return unchanged
-        interval = self._meter.timer.begin()
+        interval = self._meter.begin()
         if self._background is not None:
             return self._reduce_in_background(bucket, self._background, interval)
         traffic, algorithm = self._communicator.traffic, self.reducer.algorithm
@@ -196,11 +151,11 @@ class Ddp(GradientAveraging):
         size = (world, gradient.numel(), gradient.element_size())
         transfer = traffic.begin(
             KIND,
+            interval if self._uses_nccl else None,
             bytes_sent=algorithm.bytes_sent(rank, *size),
             bytes_received=algorithm.bytes_received(rank, *size),
             messages=2 * (world - 1),
         )
-        self._meter.transfers.append(transfer)
 
         def complete(future: Future[list[Tensor]]) -> Tensor:
             # NCCL's future calls this at once, on a stream that waits for the all-reduce.
@@ -226,7 +181,7 @@ class Ddp(GradientAveraging):
         def reduce(communicator: Communicator) -> None:
             self.reducer.reduce(communicator, key, gradient, shapes)
 
-        def complete(moment: float) -> None:
+        def complete(moment: Moment) -> None:
             interval.ended = moment
             try:
                 work.wait()

@@ -77,6 +77,14 @@ class GradientReducer:
         if total is not gradient:
             gradient.copy_(total)
 
+    def capture_obstacle(self, communicator: Communicator) -> str | None:
+        """Return why reductions cannot be captured in a CUDA graph; None if they can."""
+        if self.codec is not None:
+            return "a codec computes on the CPU"
+        if communicator.world_size > 1 and not self.is_library:
+            return library_obstacle(self.algorithm)
+        return communicator.capture_obstacle()
+
     def _reduce_blocking(
         self, communicator: Communicator, key: str, gradient: Tensor, shapes: Shapes
     ) -> Work:
@@ -95,6 +103,11 @@ class GradientReducer:
         gathered[communicator.rank * size :][:size] = payload
         communicator.all_gather(gathered, self.kind).wait()
         return list(gathered.split(size)) if size else [payload] * communicator.world_size
+
+
+def library_obstacle(algorithm: object) -> str | None:
+    """Return why an all-reduce algorithm cannot be captured in a CUDA graph; None if it can."""
+    return None if isinstance(algorithm, Library) else "only the library's all-reduce is captured"
 
 
 class GradientAveraging(Strategy):
@@ -135,6 +148,9 @@ class GradientAveraging(Strategy):
                 bind(str(index), gradients.flat(index), [shape])
                 for index, shape in enumerate(shapes)
             ]
+
+    def capture_obstacle(self) -> str | None:
+        return self.reducer.capture_obstacle(self.replica.communicator)
 
     def backward(self, loss: Tensor) -> None:
         self._update_loss_scale()

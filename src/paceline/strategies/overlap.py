@@ -25,19 +25,21 @@ from paceline.comm.objects import broadcast_json
 from paceline.comm.work import Work
 from paceline.config.conversion import check_option
 from paceline.errors import RunError
-from paceline.measure.timeline import BusyTimer, Moment, busy_seconds, timeline_of
+from paceline.measure.timeline import Moment, Timeline, timeline_of
 from paceline.strategies.bucket_tuning import SIZES_MIB, BucketTuner, Choice, StepTimes
 from paceline.strategies.buckets import DEFAULT_MIB, Bucket, own_gradient, split, split_in_order
+from paceline.strategies.exchange_meter import ExchangeMeter
 from paceline.strategies.flat_buffer import check_same_kind
 from paceline.strategies.gradient_averaging import GradientAveraging
 from paceline.strategies.replica import Replica
-from paceline.strategies.strategy import StepMeter, Strategy
+from paceline.strategies.strategy import Strategy
 
 
-class LayoutMeter(StepMeter):
-    """Records the bucket layout and how it was chosen."""
+class BucketMeter(ExchangeMeter):
+    """Also records the bucket layout and how it was chosen."""
 
-    def __init__(self, choice: Choice) -> None:
+    def __init__(self, replica: Replica, timeline: Timeline, choice: Choice) -> None:
+        super().__init__(replica, timeline)
         self.choice = choice
         self.bucket_bytes: list[int] = []
 
@@ -80,12 +82,11 @@ class Overlap(GradientAveraging):
         self._communicator = replica.communicator.dup() if self.reducer.is_library else None
         self._background = None if self._communicator else CommunicationThread(replica.communicator)
         self._timeline = timeline_of(replica.trainable[0].device)
-        self._timer = BusyTimer(self._timeline)
         self._observed: list[int] | None = []
         """Weights in the order in which their gradients are ready; None after the first step."""
         self._order: Sequence[int] = [*reversed(range(len(replica.trainable)))]
         self._tuner, choice = self._plan()
-        self.meter = self._meter = LayoutMeter(choice)
+        self.meter = self._meter = BucketMeter(replica, self._timeline, choice)
         self._ready: dict[int, Moment] | None = None
         """When each gradient was ready; None unless the step is measured."""
         self._copy_seconds = 0.0
@@ -94,6 +95,14 @@ class Overlap(GradientAveraging):
             weight.register_post_accumulate_grad_hook(self._hook(index))
             for index, weight in enumerate(replica.trainable)
         ]
+
+    def is_warm(self) -> bool:
+        # Until then, each step may have another layout of the buckets.
+        return super().is_warm() and self._observed is None and self._tuner is None
+
+    def replay_observers(self) -> list[Any]:
+        communicator = self._communicator or self.replica.communicator
+        return [*communicator.replay_observers(), self._meter]
 
     def _plan(self) -> tuple[BucketTuner | None, Choice]:
         """Return how to choose the bucket size, and the size to start with."""
@@ -169,12 +178,12 @@ class Overlap(GradientAveraging):
             self._start(self._buckets[started])
 
     def _start(self, bucket: Bucket) -> None:
-        interval, gradient = self._timer.begin(), bucket.gradient()
+        interval, gradient = self._meter.begin(), bucket.gradient()
 
         def reduce(communicator: Communicator) -> None:
             self.reducer.reduce(communicator, bucket.key, gradient, bucket.shapes)
 
-        def end(moment: float) -> None:
+        def end(moment: Moment) -> None:
             interval.ended = moment
 
         if self._background:
@@ -201,10 +210,8 @@ class Overlap(GradientAveraging):
                 self._start(bucket)
             for work in self._started:
                 work.wait()
-        intervals = self._timer.take()
-        intervals[-1].ended = self.replica.exposed.ended[-1]
-        spans = self._timer.spans(intervals)
-        self.replica.add_overlapped(busy_seconds(spans, until=self.replica.exposed.began[-1]))
+            self._meter.end_last(self._timeline.mark())
+        transfers = self._meter.end_step(backward_ended)
         self.replica.update()
         self._started = []
         for bucket in self._buckets:
@@ -212,6 +219,7 @@ class Overlap(GradientAveraging):
         if self._observed is not None:
             self._adopt_order(self._observed)
         elif self._tuner is not None and self._ready is not None:
+            spans = [transfer.span() for transfer in transfers]
             self._tune(self._tuner, self._ready, backward_ended, spans)
 
     def _adopt_order(self, observed: Sequence[int]) -> None:

@@ -9,7 +9,7 @@ weight. In both cases, the mean of all ranks' updates is an update on the global
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from paceline.comm.algorithms import ALGORITHMS
 from paceline.comm.cost import Cost
 from paceline.strategies.checkpoint_state import CheckpointState
 from paceline.strategies.flat_buffer import FlatBuffer
+from paceline.strategies.gradient_averaging import library_obstacle
 from paceline.strategies.replica import Replica
 from paceline.strategies.strategy import Strategy
 
@@ -49,23 +50,45 @@ class PeriodicSync(Strategy):
         self.checkpoint = PeriodicCheckpointState(self)
 
     def backward(self, loss: Tensor) -> None:
-        is_warmup = self._steps < self._warmup
-        self.replica.backward(loss if is_warmup else loss * self.replica.communicator.world_size)
+        weight = 1 if self._is_warmup else self.replica.communicator.world_size
+        self.replica.backward(loss if weight == 1 else loss * weight)
 
     def step(self) -> None:
-        is_warmup = self._steps < self._warmup
-        if is_warmup:
+        if self._is_warmup:
             with self.replica.exposed_communication():
                 self.reduce_gradients()
         super().step()
-        self._steps += 1
-        if is_warmup:
-            return
-        self._diverged = True
-        if (self._steps - self._warmup) % self._every == 0:
+        if self._has_outer_step:
             with self.replica.exposed_communication():
                 self.outer_step()
-            self._diverged = not self.outer_step_equalizes
+        self._count_step()
+
+    @property
+    def _is_warmup(self) -> bool:
+        """Whether the current step is a warmup step."""
+        return self._steps < self._warmup
+
+    @property
+    def _has_outer_step(self) -> bool:
+        """Whether the current step ends with an outer step."""
+        return not self._is_warmup and (self._steps + 1 - self._warmup) % self._every == 0
+
+    def _count_step(self) -> None:
+        if not self._is_warmup:
+            self._diverged = not (self._has_outer_step and self.outer_step_equalizes)
+        self._steps += 1
+
+    def capture_obstacle(self) -> str | None:
+        communicator = self.replica.communicator
+        if communicator.world_size > 1 and (obstacle := library_obstacle(self.algorithm)):
+            return obstacle
+        return communicator.capture_obstacle()
+
+    def capture_key(self) -> Hashable:
+        return self._is_warmup, self._has_outer_step
+
+    def replay_observers(self) -> list[Any]:
+        return [*super().replay_observers(), _StepCounter(self)]
 
     @abstractmethod
     def outer_step(self) -> None:
@@ -116,6 +139,29 @@ class PeriodicSync(Strategy):
         if self.replica.communicator.world_size > 1:
             self.algorithm.all_reduce(self.replica.communicator, tensor, kind)
         return tensor
+
+
+class _StepCounter:
+    """Counts the replays of a captured step."""
+
+    def __init__(self, strategy: PeriodicSync) -> None:
+        self._strategy = strategy
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """Nothing runs during a capture, so afterwards the strategy is in the same state."""
+        strategy = self._strategy
+        before = strategy._steps, strategy._diverged
+        try:
+            yield
+        finally:
+            strategy._steps, strategy._diverged = before
+
+    def before_replay(self, _: None) -> None:
+        return
+
+    def replayed(self, _: None) -> None:
+        self._strategy._count_step()
 
 
 class PeriodicCheckpointState(CheckpointState):

@@ -43,7 +43,12 @@ from paceline.strategies.checkpoint_state import (
     gather_shards,
 )
 from paceline.strategies.flat_buffer import FlatBuffer, padded_bytes
-from paceline.strategies.optimizer_step import FusedSgdStep, overflow, step_unless_overflow
+from paceline.strategies.optimizer_step import (
+    FusedSgdStep,
+    lacks_momentum,
+    overflow,
+    step_unless_overflow,
+)
 from paceline.strategies.replica import Replica
 from paceline.strategies.strategy import ModelShape, Strategy, check_elementwise
 
@@ -255,6 +260,13 @@ class Sharded(Strategy):
         shards = shards_of_chunk(weights, self._weights, self._gradients, rank, workers)
         self.optimizer = ShardedOptimizer(replica, weights, shards, replica.communicator)
         self.checkpoint = ShardedCheckpointState(replica, self.optimizer)
+
+    def capture_obstacle(self) -> str | None:
+        return self.replica.communicator.capture_obstacle()
+
+    def is_warm(self) -> bool:
+        # The replica's own optimizer has no state.
+        return not (self.replica.scaler.is_enabled() and lacks_momentum(self.optimizer.optimizer))
 
     def step(self) -> None:
         replica, communicator = self.replica, self.replica.communicator

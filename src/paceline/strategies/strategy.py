@@ -8,7 +8,7 @@ batch, even if ranks compute unequal fractions of it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -108,6 +108,14 @@ class Strategy:
         Asked after `warmup_steps`; until it is true, steps run eagerly.
         """
         return not (self.replica.scaler.is_enabled() and lacks_momentum(self.replica.optimizer))
+
+    def capture_key(self) -> Hashable:
+        """Return what tells steps with different GPU work apart; each kind has its own graph."""
+        return None
+
+    def replay_observers(self) -> list[Any]:
+        """Return what has to know about captures and replays (training/cuda_graph.py)."""
+        return self.replica.communicator.replay_observers()
 
     def finish(self) -> None:
         """End training: load the final weights on every rank. Called once. Collective."""

@@ -86,7 +86,8 @@ class TrainStep:
         work = self._split(self._pipeline.order.batch_samples(index), shard)
         if self._graphs is None:
             return self._update(work), work.samples
-        return self._graphs.run(work, lambda: self._update(work)), work.samples
+        key = work, self.strategy.capture_key()
+        return self._graphs.run(key, lambda: self._update(work)), work.samples
 
     def compute(self, inputs: Tensor, targets: Tensor, weight: float = 1.0) -> Tensor:
         """Run the forward and backward pass of one microbatch and return its mean loss.

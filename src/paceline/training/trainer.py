@@ -314,7 +314,7 @@ class Trainer:
         assert isinstance(self.clock, CudaPhaseClock)
         graphs = GraphCache(
             CudaGraphBackend(),
-            [self.clock],
+            [self.clock, *strategy.replay_observers()],
             warmup=strategy.warmup_steps,
             is_warm=strategy.is_warm,
             model=self.replica.model,
