@@ -134,6 +134,14 @@ def graph_of(result: Mapping[str, Any]) -> dict[str, Any]:
     return graph
 
 
+def how(result: Mapping[str, Any]) -> str:
+    """The numerical format that a run has chosen, and how its steps ran."""
+    numerics, graph = result["workers"][0]["numerics"], graph_of(result)
+    layout = "channels-last" if numerics["channels_last"] else "contiguous"
+    steps = "captured" if graph["captured"] else f"eager ({graph['reason']})"
+    return f"{numerics['precision']}, {layout}, {numerics['reason']}; {steps}"
+
+
 def windows(result: Mapping[str, Any]) -> list[float]:
     """Training seconds between consecutive evaluations, which are not part of them."""
     seconds = [entry["seconds"] for entry in result["history"]]
@@ -143,6 +151,7 @@ def windows(result: Mapping[str, Any]) -> list[float]:
 def measure_epochs(bench: Bench) -> Iterator[Row]:
     """The first window of each run is warm-up; slow variants have shorter windows than an epoch."""
     spent: dict[tuple[str, int], list[float]] = {}
+    notes: dict[tuple[str, int], str] = {}
     for batch in bench.batches:
         per_epoch = -(-TRAIN_SAMPLES // batch)
         for _ in range(bench.rounds):
@@ -160,13 +169,15 @@ def measure_epochs(bench: Bench) -> Iterator[Row]:
                         test_samples=1000,
                     )
                     found = windows(result)
+                    notes[variant, batch] = how(result)
                 values = [seconds * per_epoch / steps for seconds in found]
                 spent.setdefault((variant, batch), []).extend(values)
                 print(f"# batch {batch}, {variant}: {values}", file=sys.stderr, flush=True)
     for (variant, batch), values in spent.items():
         goal = GOALS.get((variant, batch))
         case = f"batch {batch}, {variant}"
-        yield Row("epochs", case, values, "s/epoch", f"<= {goal}" if goal else "")
+        note = notes.get((variant, batch), "")
+        yield Row("epochs", case, values, "s/epoch", f"<= {goal}" if goal else "", note)
 
 
 def _usual_windows(bench: Bench, batch: int, steps: int) -> list[float]:
@@ -188,6 +199,8 @@ def measure_equal(bench: Bench) -> Iterator[Row]:
             "model": model,
             "optimizer": optimizer,
             "precision": precision,
+            # Given, because two measurements may choose different formats.
+            "channels_last": "on" if precision == "bf16" else "off",
             "lr": 1e-3 if optimizer == "adamw" else 0.02,
             "batch_size": 64,
             "train_samples": 64 * 12 + 40,
@@ -211,6 +224,8 @@ def measure_resume(bench: Bench) -> Iterator[Row]:
     """Kill with SIGKILL after the second checkpoint, then resume."""
     for mode in ("sync", "background"):
         settings = {
+            "precision": "bf16",
+            "channels_last": "on",
             "batch_size": 128,
             "iterations": 1200,
             "checkpoint_every": 100,

@@ -30,19 +30,19 @@ class FakeProfiler:
 @pytest.mark.parametrize(
     ("intervals", "length"),
     [
-        ([], 0.0),
-        ([(1.0, 3.0), (5.0, 6.0)], 3.0),
-        ([(5.0, 6.0), (1.0, 3.0)], 3.0),
-        ([(1.0, 4.0), (2.0, 3.0), (3.5, 6.0)], 5.0),
-        ([(1.0, 2.0), (2.0, 3.0)], 2.0),
+        ([], 0),
+        ([(1, 3), (5, 6)], 3),
+        ([(5, 6), (1, 3)], 3),
+        ([(10, 40), (20, 30), (35, 60)], 50),
+        ([(1, 2), (2, 3)], 2),
     ],
 )
-def test_kernels_that_overlap_count_once(intervals: list[Interval], length: float) -> None:
+def test_kernels_that_overlap_count_once(intervals: list[Interval], length: int) -> None:
     assert covered(intervals) == length
 
 
 def test_window_starts_once_and_ends_once() -> None:
-    profiler = FakeProfiler([(0.0, 2e6)])
+    profiler = FakeProfiler([(0, 2 * 10**9)])
     timer = KernelTimer(profiler)
     timer.stop()
     assert (timer.seconds(), profiler.calls) == (None, [])
@@ -53,10 +53,17 @@ def test_window_starts_once_and_ends_once() -> None:
     assert (timer.seconds(), profiler.calls) == (2.0, ["start", "stop"])
 
 
+def test_kernel_time_is_unknown_if_no_kernel_could_be_recorded() -> None:
+    timer = KernelTimer(FakeProfiler([]))
+    timer.start()
+    timer.stop()
+    assert timer.seconds() is None
+
+
 def test_traced_iterations_are_profiled_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(clock_module, "perf_counter", lambda: now[0])
-    profiler, clock = FakeProfiler([(0.0, 1.5e6)]), PhaseClock()
+    profiler, clock = FakeProfiler([(0, 15 * 10**8)]), PhaseClock()
     kernels = KernelTimer(profiler)
     tracer = Tracer(clock, Traffic(), iterations=2, done=0, left=100, kernels=kernels)
     calls = []

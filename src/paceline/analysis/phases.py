@@ -483,7 +483,7 @@ def rank_breakdowns(group: RunGroup) -> dict[int, PhaseBreakdown]:
     return {rank: mean_split(splits) for rank, splits in sorted(each.items())}
 
 
-_LATER_PARTS = {"launch": 0.0, "device": 0.0}
+_LATER_PARTS = {"launch": 0.0, "device": 0.0, "precision": 0.0}
 """Parts of the startup that older records do not have."""
 
 

@@ -12,12 +12,13 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
+from torch.autograd import profiler
 
 KERNEL_TIME_KEYS = ("iterations", "seconds", "window_seconds")
 """Of `kernel_time` in result.json: traced iterations, time with a kernel, and their duration."""
 
-Interval = tuple[float, float]
-"""Begin and end, in microseconds."""
+Interval = tuple[int, int]
+"""Begin and end, in nanoseconds."""
 
 
 class KernelProfiler(Protocol):
@@ -33,24 +34,22 @@ class KernelProfiler(Protocol):
 
 class CuptiProfiler:
     def __init__(self) -> None:
-        # Imported here because only a trace on a GPU needs it.
-        from torch.profiler import ProfilerActivity, profile
-
-        self._profile: Any = profile(activities=[ProfilerActivity.CUDA])
+        # torch.profiler would import the compiler, which takes seconds.
+        self._profile: Any = profiler.profile(use_device="cuda", use_cpu=False, use_kineto=True)
 
     def start(self) -> None:
-        self._profile.start()
+        self._profile.__enter__()
 
     def stop(self) -> None:
-        self._profile.stop()
+        self._profile.__exit__(None, None, None)
 
     def kernels(self) -> list[Interval]:
         return [
-            (event.time_range.start, event.time_range.end)
-            for event in self._profile.events()
-            if event.device_type.name == "CUDA"
+            (event.start_ns(), event.start_ns() + event.duration_ns())
+            for event in self._profile.kineto_results.events()
+            if event.device_type().name == "CUDA"
             # Copies and fills do not occupy the multiprocessors.
-            and not event.name.startswith(("Memcpy", "Memset"))
+            and not event.name().startswith(("Memcpy", "Memset"))
         ]
 
 
@@ -74,15 +73,19 @@ class KernelTimer:
             self._is_running, self._has_ended = False, True
 
     def seconds(self) -> float | None:
-        """Return the time in which at least one kernel ran; None without a complete window."""
-        return covered(self._profiler.kernels()) / 1e6 if self._has_ended else None
+        """Return the time in which at least one kernel ran.
+
+        None without a complete window, or if no kernel could be recorded.
+        """
+        kernels = self._profiler.kernels() if self._has_ended else []
+        return covered(kernels) / 1e9 if kernels else None
 
 
-def covered(intervals: Iterable[Interval]) -> float:
+def covered(intervals: Iterable[Interval]) -> int:
     """Return the length of the union of intervals."""
-    total, reached = 0.0, float("-inf")
+    total = reached = 0
     for began, ended in sorted(intervals):
-        total += max(0.0, ended - max(began, reached))
+        total += max(0, ended - max(began, reached))
         reached = max(reached, ended)
     return total
 

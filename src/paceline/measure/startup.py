@@ -1,7 +1,7 @@
 """Startup time of a worker, from the command to the first step.
 
 Imports and launch (validation, machines, starting processes) end before the worker's phase clock
-starts; rendezvous, device, data and model follow, and the clock counts them as "other".
+starts; the others follow, and the clock counts them as "other".
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from time import perf_counter
 
 from paceline.measure.procfs import process_age_seconds
 
-STARTUP_PARTS = ("imports", "launch", "rendezvous", "device", "data", "model")
+STARTUP_PARTS = ("imports", "launch", "rendezvous", "device", "data", "precision", "model")
 NEGLIGIBLE_SECONDS = 0.0005
 """Parts that take less are not shown."""
 

@@ -161,8 +161,9 @@ def run_worker(
         stack.enter_context(computing(config, context.rank_info.local_rank))
         stack.enter_context(side_stream(prepared.device))
         clock = clock_for(prepared.device, clock)
-        clock.startup.enter("model")
+        clock.startup.enter("precision")
         choice = _resolve_precision(config, prepared, context, checkpoint)
+        clock.startup.enter("model")
         trainer = Trainer(config, choice, folder, prepared, context, checkpoint, display, clock)
         stack.enter_context(contextlib.closing(trainer.logger))
         try:

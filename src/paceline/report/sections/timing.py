@@ -276,9 +276,13 @@ def startup_table(groups: Sequence[RunGroup]) -> Iterator[Block]:
     rows = [
         (group.label, spent) for group in groups if (spent := startup_seconds(group)) is not None
     ]
-    # Without a GPU, finding the device takes microseconds.
-    has_device = any(spent["device"] >= NEGLIGIBLE_SECONDS for _, spent in rows)
-    parts = [part for part in STARTUP_PARTS if part != "device" or has_device]
+    # Without a GPU, finding the device and choosing the precision take microseconds.
+    parts = [
+        part
+        for part in STARTUP_PARTS
+        if part not in ("device", "precision")
+        or any(spent[part] >= NEGLIGIBLE_SECONDS for _, spent in rows)
+    ]
     if rows:
         yield table(
             rows,
