@@ -20,7 +20,8 @@ from paceline.data.image_transforms import (
     cut_out,
     draw_augment_params,
 )
-from paceline.data.pipeline import InputPipeline, evaluation_batches
+from paceline.data.pipeline import EvaluationPipeline, InputPipeline
+from paceline.data.resident import ResidentPipeline, pipeline_for
 from paceline.data.sampling import GlobalBatchSampler, shard_bounds
 
 MEAN, STD = (0.1, 0.5, 0.7), (0.2, 0.25, 0.4)
@@ -77,7 +78,7 @@ def test_per_image_normalization_uses_the_statistics_of_each_channel_of_an_image
     expected = (pixels - mean) / (variance + 16).sqrt()
     torch.testing.assert_close(inputs.double(), expected, rtol=1e-4, atol=1e-4)
     assert inputs.is_contiguous(memory_format=torch.channels_last)
-    (tested,) = evaluation_batches(split, transform, batch_size=50)
+    (tested,) = EvaluationPipeline(split, transform, batch_size=50)
     assert torch.equal(tested[0][path.order.batch(0, 0)], inputs)
 
 
@@ -317,7 +318,7 @@ def test_cutout_pixels_are_zero_after_normalization() -> None:
 
 def test_evaluation_yields_every_sample_once_in_order() -> None:
     split = image_split(23)
-    batches = list(evaluation_batches(split, ImageTransform(MEAN, STD), batch_size=10))
+    batches = list(EvaluationPipeline(split, ImageTransform(MEAN, STD), batch_size=10))
     assert [len(labels) for _, labels in batches] == [10, 10, 3]
     torch.testing.assert_close(torch.cat([inputs for inputs, _ in batches]), plain(split.inputs))
     assert torch.equal(torch.cat([labels for _, labels in batches]), split.targets)
@@ -326,20 +327,23 @@ def test_evaluation_yields_every_sample_once_in_order() -> None:
 def test_evaluation_does_not_modify_float_inputs() -> None:
     split = Split(torch.randn(6, 3), torch.arange(6))
     before = split.inputs.clone()
-    list(evaluation_batches(split, None, batch_size=4))
+    list(EvaluationPipeline(split, None, batch_size=4))
     assert torch.equal(split.inputs, before)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kinds", [ALL_KINDS, ("shift", "alternate_flip")])
-@pytest.mark.parametrize("resident", [True, False])
+@pytest.mark.parametrize("fraction", [0.5, 0.0])
 def test_gpu_batches_equal_cpu_batches(
-    resident: bool, kinds: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    fraction: float, kinds: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.data.pipeline._MAX_GPU_MEMORY_FRACTION", 0.5 if resident else 0.0)
+    monkeypatch.setattr("paceline.data.resident._MAX_GPU_MEMORY_FRACTION", fraction)
     split = image_split()
     on_cpu = make_pipeline(split, augment=kinds)
-    on_gpu = make_pipeline(split, augment=kinds, device="cuda")
+    on_gpu = pipeline_for(
+        split, ImageTransform(MEAN, STD), on_cpu.order, kinds, device=torch.device("cuda")
+    )
+    assert isinstance(on_gpu, ResidentPipeline) == (fraction > 0)
     for epoch, index in ((0, 0), (0, 3), (1, 1)):
         inputs, labels = on_gpu.batch(epoch, index, slice(3, 9))
         expected, expected_labels = on_cpu.batch(epoch, index, slice(3, 9))

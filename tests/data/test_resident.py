@@ -7,8 +7,8 @@ import torch
 
 from paceline.data.dataset import Split
 from paceline.data.image_transforms import ImageTransform
-from paceline.data.pipeline import InputPipeline
-from paceline.data.resident import ResidentPipeline, pipeline_for
+from paceline.data.pipeline import EvaluationPipeline, InputPipeline
+from paceline.data.resident import ResidentEvaluationPipeline, ResidentPipeline, pipeline_for
 from paceline.data.sampling import GlobalBatchSampler
 from tests.support.recorded_graph import RecordedGraph
 
@@ -95,3 +95,20 @@ def test_cpu_gathers_on_the_cpu() -> None:
     order = GlobalBatchSampler(50, 16, seed=4)
     pipeline = pipeline_for(image_split(), TRANSFORM, order, device=torch.device("cpu"))
     assert type(pipeline) is InputPipeline
+
+
+def test_evaluation_batches_equal_those_of_the_cpu_and_can_be_repeated() -> None:
+    split = image_split(23)
+    expected = list(EvaluationPipeline(split, TRANSFORM, 10))
+    resident = ResidentEvaluationPipeline(split, TRANSFORM, 10)
+    for (inputs, targets), (found, found_targets) in zip(expected, resident, strict=True):
+        assert torch.equal(found, inputs)
+        assert torch.equal(found_targets, targets)
+    resident.seek(0)
+    graph = RecordedGraph()
+    with graph.record():
+        inputs, targets = resident.gather(10)
+    resident.seek(10)
+    graph.replay()
+    assert torch.equal(inputs, expected[1][0])
+    assert torch.equal(targets, expected[1][1])

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from time import perf_counter
 from typing import Any, Self
 
@@ -20,14 +22,16 @@ from paceline.comm import in_process
 from paceline.config import RunConfig
 from paceline.config.parsing import from_mapping
 from paceline.data.loading import load_dataset
-from paceline.data.resident import ResidentPipeline
+from paceline.data.resident import ResidentEvaluationPipeline, ResidentPipeline
 from paceline.data.sampling import GlobalBatchSampler
+from paceline.launch import launcher
 from paceline.measure.phase_clock import CudaPhaseClock, PhaseClock
 from paceline.models.build import build_model
 from paceline.strategies import create_strategy
 from paceline.strategies.replica import Replica
 from paceline.training.coordination import StepCoordinator
 from paceline.training.cuda_graph import COPIES, MAX_FUNCTIONS, GraphCache, capture_obstacle
+from paceline.training.evaluation import Evaluator
 from paceline.training.optimizer import build_optimizer, keep_rate_on_device
 from paceline.training.precision import autocast
 from paceline.training.rank_report import weights_sha256
@@ -299,3 +303,89 @@ def test_cpu_runs_eagerly() -> None:
     assert capture_obstacle(off, gpu, pipeline, strategy) == "--cuda-graph off"
     slow = config_of(model="mlp", slow="0=2")
     assert "--slow" in str(capture_obstacle(slow, gpu, pipeline, strategy))
+
+
+def test_captured_evaluation_equals_eager_evaluation() -> None:
+    config = config_of(model="cnn", test_samples=45, eval_batch_size=10, channels_last="off")
+    replica = Trained(config, None).replica
+    strategy = create_strategy("single", {})
+    strategy.setup(replica)
+    dataset = load_dataset(config)
+    backend = RecordingBackend()
+    captured, eager = (
+        Evaluator(config, replica, strategy, dataset, CPU, nullcontext(), graphs)
+        for graphs in (GraphCache(backend, [], warmup=1, copies=1), None)
+    )
+    # On a GPU, the test set is gathered by position.
+    captured._pipelines[False] = ResidentEvaluationPipeline(dataset.test, dataset.transform, 10)
+    for _ in range(3):
+        assert captured(alone=False) == eager(alone=False)
+        for weight in replica.trainable:
+            weight.data.mul_(1.5)
+    assert backend.replays == 13, "all but the first batch of each size"
+
+
+GPU_CASES = [
+    {"model": model, "optimizer": optimizer, "precision": precision, "lr": rate}
+    for model in ("lenet", "cnn", "vgg11", "resnet18")
+    for optimizer, rate in (("sgd", 0.02), ("adamw", 0.001))
+    for precision in ("fp32", "bf16")
+]
+
+
+def train_on_gpu(out: Path, **settings: Any) -> dict[str, Any]:
+    small = {
+        "data": "digits", "train_samples": 600, "test_samples": 100, "batch_size": 64,
+        "iterations": 25, "augment": "crop,flip", "device": "cuda", "sample_seconds": 0,
+        "tensorboard": False, "out": str(out), "cuda_graph": "on",
+    }  # fmt: skip
+    _, result, code = launcher.train(from_mapping({**small, **settings}), quiet=True)
+    assert code == 0
+    assert result is not None
+    return dict(result)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "settings", GPU_CASES, ids=lambda settings: "-".join(map(str, settings.values()))
+)
+def test_captured_runs_equal_eager_runs_on_a_gpu(tmp_path: Path, settings: dict[str, Any]) -> None:
+    captured = train_on_gpu(tmp_path, **settings)
+    eager = train_on_gpu(tmp_path, **settings, cuda_graph="off")
+    (worker,) = captured["workers"]
+    assert worker["cuda_graph"]["captured"]
+    assert not eager["workers"][0]["cuda_graph"]["captured"]
+    assert captured["weights_sha256"] == eager["weights_sha256"]
+    assert captured["final"] == eager["final"]
+    assert sum(worker["phases"].values()) == pytest.approx(captured["wall_seconds"], rel=0.01)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"precision": "fp16", "clip_norm": 1.0},
+        {"accumulate": 4, "label_smoothing": 0.1, "schedule": "one_cycle"},
+        {"optimizer": "muon", "lr": 0.002},
+        {"compile": True},
+    ],
+    ids=lambda settings: "-".join(map(str, settings)),
+)
+def test_captured_runs_with_other_settings_equal_eager_runs_on_a_gpu(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    captured = train_on_gpu(tmp_path, model="lenet", **settings)
+    eager = train_on_gpu(tmp_path, model="lenet", **settings, cuda_graph="off")
+    assert captured["workers"][0]["cuda_graph"]["captured"]
+    assert captured["weights_sha256"] == eager["weights_sha256"]
+
+
+@pytest.mark.gpu
+def test_captured_run_resumes_bit_for_bit_on_a_gpu(tmp_path: Path) -> None:
+    settings = {"model": "resnet18", "precision": "bf16", "channels_last": "on", "lr": 0.02}
+    whole = train_on_gpu(tmp_path / "whole", **settings, iterations=30)
+    train_on_gpu(tmp_path / "cut", **settings, iterations=17, checkpoint_every=17, name="cut")
+    _, resumed, _ = launcher.resume(str(tmp_path / "cut" / "cut"), {"iterations": 30}, quiet=True)
+    assert resumed is not None
+    assert resumed["workers"][0]["cuda_graph"]["captured"]
+    assert resumed["weights_sha256"] == whole["weights_sha256"]

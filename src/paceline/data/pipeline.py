@@ -1,7 +1,7 @@
 """Input pipeline: gather the samples of a batch and transform them into inputs of the model.
 
 All steps operate on whole batches. `InputPipeline` returns training batches by epoch and index,
-`evaluation_batches` iterates over a split once in order.
+`EvaluationPipeline` the batches of a split in order.
 """
 
 from __future__ import annotations
@@ -94,22 +94,41 @@ def bounds_of(part: slice | None, samples: int) -> tuple[int, int]:
     return begin, max(begin, end)
 
 
-def evaluation_batches(
-    split: Split,
-    transform: ImageTransform | None,
-    batch_size: int,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    channels_last: bool = False,
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield every sample once in the order of the split; the last batch may be smaller."""
-    device = torch.device(device)
-    convert = converter(split, transform, dtype, device, channels_last)
-    for begin in range(0, len(split), batch_size):
-        chosen = slice(begin, begin + batch_size)
-        targets = split.targets[chosen].to(device, torch.int64)
-        yield convert(split.inputs[chosen]), targets
+class EvaluationPipeline:
+    """Batches of a split in its order, gathered on the CPU; the last one may be smaller."""
+
+    def __init__(
+        self,
+        split: Split,
+        transform: ImageTransform | None,
+        batch_size: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        channels_last: bool = False,
+    ) -> None:
+        self._split = split
+        self._device = torch.device(device)
+        self._convert = converter(split, transform, dtype, self._device, channels_last)
+        self._first = 0
+        starts = range(0, len(split), batch_size)
+        self.batches = [(first, min(batch_size, len(split) - first)) for first in starts]
+        """First sample and number of samples of each batch."""
+
+    def seek(self, first: int) -> None:
+        """Select the first sample that `gather` returns."""
+        self._first = first
+
+    def gather(self, samples: int) -> tuple[Tensor, Tensor]:
+        """Return inputs and int64 targets."""
+        chosen = slice(self._first, self._first + samples)
+        targets = self._split.targets[chosen].to(self._device, torch.int64)
+        return self._convert(self._split.inputs[chosen]), targets
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for first, samples in self.batches:
+            self.seek(first)
+            yield self.gather(samples)
 
 
 def converter(

@@ -26,7 +26,7 @@ from paceline.data.image_transforms import (
     AugmentParams,
     ImageTransform,
 )
-from paceline.data.pipeline import InputPipeline, bounds_of
+from paceline.data.pipeline import EvaluationPipeline, InputPipeline, bounds_of
 from paceline.data.sampling import GlobalBatchSampler
 
 _MAX_GPU_MEMORY_FRACTION = 0.5
@@ -99,6 +99,34 @@ class ResidentPipeline(InputPipeline):
         else:
             inputs = self._windows.gather(entries)
         return self._convert(inputs), targets
+
+
+class ResidentEvaluationPipeline(EvaluationPipeline):
+    """Gathers the batches of a split in its order on the device that holds the samples."""
+
+    def __init__(
+        self,
+        split: Split,
+        transform: ImageTransform | None,
+        batch_size: int,
+        *,
+        device: torch.device | str = "cpu",
+        channels_last: bool = False,
+    ) -> None:
+        resident = Split(split.inputs.to(device), split.targets.to(device, torch.int64))
+        super().__init__(
+            resident, transform, batch_size, device=device, channels_last=channels_last
+        )
+        self._position = torch.zeros((), dtype=torch.int64, device=device)
+        self._offsets = torch.arange(min(batch_size, len(split)), device=device)
+
+    def seek(self, first: int) -> None:
+        self._position.fill_(first)
+
+    def gather(self, samples: int) -> tuple[Tensor, Tensor]:
+        rows = self._position + self._offsets[:samples]
+        targets = self._split.targets.index_select(0, rows)
+        return self._convert(self._split.inputs.index_select(0, rows)), targets
 
 
 class _Windows:
@@ -185,6 +213,20 @@ def pipeline_for(
     is_resident = device.type == "cuda" and fits_on_gpu(split, device)
     kind = ResidentPipeline if is_resident else InputPipeline
     return kind(split, transform, order, augment, seed, device=device, channels_last=channels_last)
+
+
+def evaluation_pipeline_for(
+    split: Split,
+    transform: ImageTransform | None,
+    batch_size: int,
+    *,
+    device: torch.device,
+    channels_last: bool = False,
+) -> EvaluationPipeline:
+    """Return the pipeline of a test set: on the GPU if it fits there, else on the CPU."""
+    is_resident = device.type == "cuda" and fits_on_gpu(split, device)
+    kind = ResidentEvaluationPipeline if is_resident else EvaluationPipeline
+    return kind(split, transform, batch_size, device=device, channels_last=channels_last)
 
 
 def fits_on_gpu(split: Split, device: torch.device) -> bool:

@@ -157,6 +157,7 @@ class GraphCache:
         observers: Sequence[ReplayObserver],
         *,
         warmup: int,
+        copies: int = COPIES,
         is_warm: Callable[[], bool] = lambda: True,
         model: nn.Module | None = None,
         on_failure: Callable[[str], None] | None = None,
@@ -167,7 +168,7 @@ class GraphCache:
         """
         self.report = CaptureReport(reason="the run ended before the warm-up")
         self._backend, self._observers = backend, observers
-        self._warmup, self._is_warm = warmup, is_warm
+        self._warmup, self._copies, self._is_warm = warmup, copies, is_warm
         self._model = model
         self._on_failure = on_failure
         self._functions: dict[Hashable, _Function] = {}
@@ -183,7 +184,7 @@ class GraphCache:
             self._last = known
             return function()
         # A function that alternates with others never waits for its own marks.
-        if not known.copies or (known is self._last and len(known.copies) < COPIES):
+        if not known.copies or (known is self._last and len(known.copies) < self._copies):
             captured = self._capture(function)
             if captured is None:
                 return function()

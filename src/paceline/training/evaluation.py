@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.comm.communicator import Communicator
 from paceline.config import RunConfig
 from paceline.data.dataset import Dataset
-from paceline.data.pipeline import evaluation_batches
+from paceline.data.pipeline import EvaluationPipeline
+from paceline.data.resident import evaluation_pipeline_for
 from paceline.data.sampling import shard_bounds
 from paceline.strategies.replica import Replica, synchronize_buffers
 from paceline.strategies.strategy import Strategy
+from paceline.training.cuda_graph import GraphCache
 from paceline.training.loss import count_correct, cross_entropy
 from paceline.training.views import averaged_over_views
 
@@ -31,62 +33,74 @@ class Evaluator:
         dataset: Dataset,
         device: torch.device,
         autocast: AbstractContextManager[Any],
+        graphs: GraphCache | None = None,
     ) -> None:
+        """With `graphs`, the work on a batch is captured and replayed."""
         self._config = config
         self._replica = replica
         self._strategy = strategy
         self._dataset = dataset
         self._device = device
         self._autocast = autocast
+        self._graphs = graphs
+        self._forward = averaged_over_views(replica.forward, config.eval_views)
+        self._totals = torch.zeros(2, dtype=torch.float64, device=device)
+        """Sum of the losses and number of correct predictions."""
+        self._pipelines: dict[bool, EvaluationPipeline] = {}
 
     def __call__(self, alone: bool) -> tuple[float, float]:
-        """Return test loss and accuracy.
+        """Return mean cross-entropy and accuracy on the test set.
 
         Each rank evaluates a shard of the test set, or, with `alone`, this rank all of it.
         """
-        replica, config, dataset = self._replica, self._config, self._dataset
+        replica, config = self._replica, self._config
         communicator = None if alone else replica.communicator
-        shard = slice(None)
-        if communicator is not None:
-            equal = [1.0] * communicator.world_size
-            shard = shard_bounds(len(dataset.test), equal, communicator.rank)
-        batches = evaluation_batches(
-            dataset.test.part(shard),
-            dataset.transform,
-            config.eval_batch_size,
-            device=self._device,
-            channels_last=config.is_channels_last,
-        )
+        if alone not in self._pipelines:
+            self._pipelines[alone] = self._open_pipeline(communicator)
         with self._autocast, self._strategy.eval_weights():
             if communicator is not None:
                 synchronize_buffers(replica.model, communicator, config.buffers)
-            forward = averaged_over_views(replica.forward, config.eval_views)
-            return evaluate(replica.model, forward, batches, communicator)
+            sums = self._sum_up(self._pipelines[alone], alone)
+        if communicator is not None and communicator.world_size > 1:
+            communicator.all_reduce(sums, "metrics").wait()
+        loss, correct, count = sums.tolist()
+        return loss / count, correct / count
 
+    def _open_pipeline(self, communicator: Communicator | None) -> EvaluationPipeline:
+        test = self._dataset.test
+        if communicator is not None:
+            equal = [1.0] * communicator.world_size
+            test = test.part(shard_bounds(len(test), equal, communicator.rank))
+        return evaluation_pipeline_for(
+            test,
+            self._dataset.transform,
+            self._config.eval_batch_size,
+            device=self._device,
+            channels_last=self._config.is_channels_last,
+        )
 
-def evaluate(
-    model: nn.Module,
-    forward: Callable[[Tensor], Tensor],
-    batches: Iterable[tuple[Tensor, Tensor]],
-    communicator: Communicator | None = None,
-) -> tuple[float, float]:
-    """Return mean cross-entropy and accuracy; the model stays in its mode.
+    def _sum_up(self, pipeline: EvaluationPipeline, alone: bool) -> Tensor:
+        """Return the sum of losses, the number of correct and of all predictions, on the CPU."""
+        model = self._replica.model
+        was_training = model.training
+        model.eval()
+        self._totals.zero_()
+        predictions = 0
+        with torch.inference_mode():
+            for first, samples in pipeline.batches:
+                pipeline.seek(first)
+                add = partial(self._add, pipeline, samples)
+                if self._graphs is None:
+                    add()
+                else:
+                    self._graphs.run((alone, samples), add)
+                predictions += samples * self._dataset.test.targets[0].numel()
+        model.train(was_training)
+        return torch.cat([self._totals.cpu(), torch.tensor([predictions], dtype=torch.float64)])
 
-    With `communicator`, the result covers the batches of all ranks. Collective.
-    """
-    was_training = model.training
-    model.eval()
-    loss_sum: Tensor | float = 0.0
-    correct: Tensor | int = 0
-    count = 0
-    with torch.inference_mode():
-        for inputs, targets in batches:
-            logits = forward(inputs).float()
-            loss_sum = loss_sum + cross_entropy(logits, targets, reduction="sum").double()
-            correct = correct + count_correct(logits, targets)
-            count += targets.numel()
-    model.train(was_training)
-    totals = torch.tensor([float(loss_sum), float(correct), count], dtype=torch.float64)
-    if communicator is not None and communicator.world_size > 1:
-        communicator.all_reduce(totals, "metrics").wait()
-    return float(totals[0] / totals[2]), float(totals[1] / totals[2])
+    def _add(self, pipeline: EvaluationPipeline, samples: int) -> Tensor:
+        inputs, targets = pipeline.gather(samples)
+        logits = self._forward(inputs).float()
+        loss = cross_entropy(logits, targets, reduction="sum")
+        self._totals.add_(torch.stack([loss.double(), count_correct(logits, targets).double()]))
+        return self._totals

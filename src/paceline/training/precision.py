@@ -23,7 +23,7 @@ from paceline.comm.communicator import Communicator
 from paceline.comm.objects import broadcast_json
 from paceline.config import RunConfig, Switch
 from paceline.data.dataset import Dataset
-from paceline.data.pipeline import evaluation_batches
+from paceline.data.pipeline import EvaluationPipeline
 from paceline.data.sampling import rank_shard
 from paceline.errors import error_line
 from paceline.models.build import seeded
@@ -261,14 +261,14 @@ class GpuStepTimer:
 
     def _step(self, chosen: Format, model: nn.Module) -> Callable[[], Tensor]:
         samples = microbatch_samples(self._config, len(self._dataset.train))
-        batches = evaluation_batches(
+        pipeline = EvaluationPipeline(
             self._dataset.train.head(samples),
             self._dataset.transform,
             samples,
             device=self._device,
             channels_last=chosen.channels_last,
         )
-        inputs, targets = next(iter(batches))
+        inputs, targets = pipeline.gather(samples)
         context = autocast(chosen.precision, self._device)
 
         def step() -> Tensor:

@@ -21,7 +21,7 @@ from paceline.comm.rank_info import RankInfo
 from paceline.config import RunConfig
 from paceline.data.dataset import Dataset
 from paceline.data.loading import load_dataset
-from paceline.data.pipeline import InputPipeline, evaluation_batches
+from paceline.data.pipeline import EvaluationPipeline, InputPipeline
 from paceline.data.resident import pipeline_for
 from paceline.data.sampling import GlobalBatchSampler
 from paceline.errors import (
@@ -102,7 +102,7 @@ def prepare(
 
     def first_inputs(samples: int) -> Tensor:
         head = dataset.train.head(samples)
-        return next(evaluation_batches(head, dataset.transform, len(head)))[0]
+        return EvaluationPipeline(head, dataset.transform, len(head)).gather(len(head))[0]
 
     initialize_from_data(config.model, model, first_inputs, config.seed)
     if not any(weight.requires_grad for weight in model.parameters()):
@@ -280,20 +280,15 @@ class Trainer:
             self.prepared.strategy,
             autocast(config.precision, device),
         )
+        step_graphs, evaluation_graphs = self._build_graphs(pipeline)
         return TrainingLoop(
             config,
             self.progress,
             self.totals,
             TrainStep(
-                config,
-                replica,
-                strategy,
-                pipeline,
-                self.coordinator,
-                precision,
-                self._build_graphs(pipeline),
+                config, replica, strategy, pipeline, self.coordinator, precision, step_graphs
             ),
-            Evaluator(config, replica, strategy, dataset, device, precision),
+            Evaluator(config, replica, strategy, dataset, device, precision, evaluation_graphs),
             self.logger,
             self.coordinator,
             self.stop,
@@ -301,8 +296,10 @@ class Trainer:
             tracer,
         )
 
-    def _build_graphs(self, pipeline: InputPipeline) -> GraphCache | None:
-        """Return None if steps run eagerly."""
+    def _build_graphs(
+        self, pipeline: InputPipeline
+    ) -> tuple[GraphCache, GraphCache] | tuple[None, None]:
+        """Return graphs of training steps and of evaluation; None if they run eagerly."""
         config, device, strategy = self.config, self.prepared.device, self.prepared.strategy
         obstacle = capture_obstacle(config, device, pipeline, strategy)
         if obstacle is not None:
@@ -311,18 +308,20 @@ class Trainer:
             if device.type == "cuda" and config.cuda_graph == "auto":
                 self.logger.display.say(f"paceline: no CUDA graph of the steps: {obstacle}")
             self.capture_report = CaptureReport(reason=obstacle)
-            return None
+            return None, None
         assert isinstance(self.clock, CudaPhaseClock)
-        graphs = GraphCache(
-            CudaGraphBackend(),
+        # Training and evaluation never run at the same time, so their graphs can share memory.
+        backend = CudaGraphBackend()
+        step_graphs = GraphCache(
+            backend,
             [self.clock, *strategy.replay_observers()],
             warmup=strategy.warmup_steps,
             is_warm=strategy.is_warm,
             model=self.replica.model,
             on_failure=self._continue_eagerly,
         )
-        self.capture_report = graphs.report
-        return graphs
+        self.capture_report = step_graphs.report
+        return step_graphs, GraphCache(backend, [], warmup=1, copies=1, model=self.replica.model)
 
     def _continue_eagerly(self, reason: str) -> None:
         if self.config.cuda_graph == "on":
