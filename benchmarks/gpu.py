@@ -358,6 +358,8 @@ class UnmarkedClock(phase_clock.CudaPhaseClock):
     arrive = phase_clock.PhaseClock.arrive
     begin_step = phase_clock.PhaseClock.begin_step
     end_step = phase_clock.PhaseClock.end_step
+    end_exposed = phase_clock.PhaseClock.end_exposed
+    settle_ready = phase_clock.PhaseClock.settle_ready
     _settle = phase_clock.PhaseClock._settle
 
     @contextmanager
