@@ -90,8 +90,11 @@ def test_every_phase_change_is_counted(manual: ManualClock) -> None:
     assert clock.switches == 3
 
 
-def test_cost_of_a_phase_change_is_positive() -> None:
-    assert PhaseClock().seconds_per_switch(repeats=100) > 0
+def test_cost_of_measuring_grows_with_the_phase_changes() -> None:
+    clock = PhaseClock()
+    assert clock.measuring_seconds(repeats=100) == 0
+    clock.enter("input")
+    assert clock.measuring_seconds(repeats=100) > 0
 
 
 def test_step_spans_the_phases_between_its_ends(manual: ManualClock) -> None:

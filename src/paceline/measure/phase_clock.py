@@ -223,14 +223,22 @@ class PhaseClock:
         """Seconds from the creation of the clock to the last phase change."""
         return self._since - self.started
 
-    def seconds_per_switch(self, repeats: int = 2000) -> float:
-        """Measure the cost of one phase change, to report the overhead of measuring."""
+    def measuring_seconds(self, repeats: int = 2000) -> float:
+        """Estimate the time that all phase changes so far took the program."""
         clock = self._new_clock()
-        begin = perf_counter()
+        began = perf_counter()
         for _ in range(repeats):
             clock.enter("other")
+        entered = perf_counter()
         clock._settle()
-        return (perf_counter() - begin) / repeats
+        settled = perf_counter()
+        changes = self.switches * (entered - began) + self._settled_changes * (settled - entered)
+        return changes / repeats
+
+    @property
+    def _settled_changes(self) -> int:
+        """How many phase changes were processed after they were made."""
+        return 0
 
     def settle_ready(self) -> None:
         """Process phase changes that a GPU has reached, without waiting for others."""
@@ -364,10 +372,13 @@ class CudaPhaseClock(PhaseClock):
     def replayed(self, captured: CapturedMarks) -> None:
         """Count the phase changes of a replay that was just launched."""
         self._pending.extend(captured.marks)
-        self.switches += len(captured.marks)
         self.phase, self._since = captured.last_phase, perf_counter()
         # One more: the next mark is not part of the graph, so it stays valid.
         captured.replays_until = self._settled + len(self._pending) + 1
+
+    @property
+    def _settled_changes(self) -> int:
+        return self._settled
 
     def settle_ready(self) -> None:
         pending = self._pending

@@ -60,6 +60,7 @@ class TrainStep:
         self.batches_per_epoch = pipeline.order.batches_per_epoch
         self.learning_rate = 0.0
         """Of the last step."""
+        self._optimizer_rate: float | None = None
         self._pipeline = pipeline
         self._coordinator = coordinator
         self._autocast = autocast
@@ -80,8 +81,11 @@ class TrainStep:
         Returns the mean loss of the shard's samples, and their number.
         """
         epoch, index = divmod(iteration, self.batches_per_epoch)
-        self.learning_rate = self._schedule(iteration)
-        set_learning_rate(self.replica.optimizer, self.learning_rate)
+        rate = self._schedule(iteration)
+        if rate != self._optimizer_rate:
+            # On a GPU, this launches a kernel.
+            set_learning_rate(self.replica.optimizer, rate)
+        self.learning_rate = self._optimizer_rate = rate
         self._pipeline.seek(epoch, index)
         work = self._split(self._pipeline.order.batch_samples(index), shard)
         if self._graphs is None:

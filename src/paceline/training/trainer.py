@@ -405,7 +405,7 @@ class Trainer:
         layout = getattr(self.prepared.strategy, "checkpoint", None)
         has_full_weights = layout is None or layout.has_full_weights
         sha = weights_sha256(self.replica.model.state_dict()) if has_full_weights else None
-        per_switch = self.clock.seconds_per_switch()
+        measuring = self.clock.measuring_seconds() + self.logger.seconds_spent
         if store:
             try:
                 self._complete_checkpoints(store)
@@ -413,7 +413,6 @@ class Trainer:
                 self._warn(f"the last checkpoint could not be written: {_cause(error)}")
         self.clock.enter("other")
         self.clock.startup.end()
-        measuring = self.clock.switches * per_switch + self.logger.seconds_spent
         return RankReport(
             status=status,
             cause=cause,
