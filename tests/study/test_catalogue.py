@@ -12,6 +12,7 @@ from paceline.study import catalogue
 from paceline.study.cells import Plan, check_parts, load
 
 REFERENCES = (
+    "cifar-race",
     "first-look",
     "four-ways",
     "gpu-scaling",

@@ -272,6 +272,8 @@ class TargetSummary:
     seconds: list[float]
     """Training time of the runs that reached it."""
     runs: int
+    accuracies: list[float]
+    """At the end of each run: a run without intermediate evaluations can end above its target."""
     best_accuracy: float | None
 
 
@@ -283,6 +285,7 @@ def summarize_target(groups: Sequence[RunGroup]) -> list[TargetSummary]:
             group.config.target_accuracy,
             known(run.seconds_to_target for run in group.runs),
             len(group.runs),
+            group.finals("test_accuracy"),
             max(
                 known(entry.get("test_accuracy") for run in group.runs for entry in run.history),
                 default=None,

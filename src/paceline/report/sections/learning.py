@@ -72,6 +72,7 @@ def target(context: SectionContext) -> Iterator[Block]:
         Column("target", lambda row: f"{row.target:g}"),
         Column("time to target", lambda row: row.seconds or "not reached", formatting.seconds),
         Column("reached by", lambda row: f"{len(row.seconds)} of {row.runs}"),
+        Column("final accuracy", lambda row: row.accuracies, formatting.number),
         Column("best accuracy", lambda row: row.best_accuracy, formatting.number),
     )
 
