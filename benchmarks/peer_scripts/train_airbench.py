@@ -178,11 +178,12 @@ def train(
     batch = min(BATCH, len(images))
     per_epoch = len(images) // batch
     steps = math.ceil(EPOCHS * per_epoch)
+    whiten = model[0]
+    whiten.bias.requires_grad = True
     optimizer = build_optimizer(model, batch)
     base_rates = [group["lr"] for group in optimizer.param_groups]
     lookahead = Lookahead(model)
     augmentation = Augmentation(images)
-    whiten = model[0]
     model.train()
     step = 0
     for epoch in range(math.ceil(EPOCHS)):
