@@ -37,6 +37,15 @@ def test_orthogonalized_matrix_has_singular_values_near_one(shape: tuple[int, in
     assert float((values - diagonal.diag()).abs().max()) < 1e-3
 
 
+def test_orthogonalization_in_bf16_is_close_to_fp32() -> None:
+    """Within the rounding of bf16, which has eight bits, in five iterations."""
+    matrix = random_tensor(16, 75)
+    exact, rounded = orthogonalize(matrix), orthogonalize(matrix, torch.bfloat16)
+    assert rounded.dtype == torch.float32
+    assert not torch.equal(rounded, exact)
+    assert float((rounded - exact).norm() / exact.norm()) < 0.02
+
+
 def test_zero_gradient_gives_no_update() -> None:
     start = random_tensor(4, 5)
     assert torch.equal(stepped(start, [torch.zeros(4, 5)]), start)

@@ -122,6 +122,7 @@ def _create(config: RunConfig, weights: list[nn.Parameter]) -> Optimizer:
             fused=True,
         )
     if config.optimizer == "muon":
+        is_half = config.precision != "fp32" and any(weight.is_cuda for weight in weights)
         return Muon(
             weights,
             lr=config.lr,
@@ -129,6 +130,7 @@ def _create(config: RunConfig, weights: list[nn.Parameter]) -> Optimizer:
             betas=(config.beta1, config.beta2),
             eps=config.epsilon,
             weight_decay=config.weight_decay,
+            dtype=torch.bfloat16 if is_half else torch.float32,
         )
     kind: type[Adam] = {"adam": Adam, "adamw": AdamW}[config.optimizer]
     return kind(
