@@ -472,8 +472,8 @@ def _resolve_precision(
     model, device = prepared.model, prepared.device
     # A strategy answers only after its setup; one without its own answer cannot be captured.
     can_capture = type(prepared.strategy).capture_obstacle is not Strategy.capture_obstacle
-    is_captured = can_capture and settings_obstacle(config, device) is None
-    backend = CudaGraphBackend() if is_captured else None
+    obstacles = settings_obstacle(config, device), context.communicator.capture_obstacle()
+    backend = CudaGraphBackend() if can_capture and obstacles == (None, None) else None
     measure = GpuStepTimer(config, model, prepared.dataset, device, backend)
     saved = run_state.saved_settings(checkpoint.state) if checkpoint else None
     return resolve(config, model, device, context.communicator, measure, saved)
