@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -15,9 +16,10 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch d
 
 from paceline.comm import torch_distributed
 from paceline.comm.algorithms import ring
-from paceline.comm.communicator import Communicator
+from paceline.comm.communicator import Communicator, OperationContext
 from paceline.comm.process_groups import create_nccl, start_nccl_messages
-from paceline.comm.torch_distributed import TorchCommunicator
+from paceline.comm.torch_distributed import NcclWork, TorchCommunicator
+from paceline.measure.timeline import Timeline
 from tests.comm.fake_nccl import GPU, FakeHandle, FakeNccl, FakeNetwork
 
 WORLD_SIZE = 4
@@ -89,6 +91,22 @@ def test_send_matches_the_receive_of_a_sendrecv(
             communicator.sendrecv(tensor, rank + 1, arriving, rank - 1, "control").wait()
 
     run_on_gpus(work)
+
+
+def test_memory_of_a_timed_operation_is_kept_until_the_caller_waits() -> None:
+    """Like torch's, the handle releases its tensors as soon as any stream waits for it."""
+    tensors = [torch.empty(3)]
+    kept = weakref.ref(tensors[0])
+    handle = SimpleNamespace(tensors=list(tensors))
+    handle.wait = handle.tensors.clear
+    context = OperationContext(0, "all_reduce with", (1,))
+    work = NcclWork(handle, context, TIMEOUT_SECONDS, Timeline(), tensors)
+    del tensors
+    work.add_done_callback(lambda _: None)
+    assert handle.tensors == []
+    assert kept() is not None
+    work.wait()
+    assert kept() is None
 
 
 def connected_pair() -> list[FakeNccl]:

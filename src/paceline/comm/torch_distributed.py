@@ -130,11 +130,21 @@ class NcclWork(ProcessGroupWork):
     """A stream-ordered NCCL operation: `wait` does not block the host."""
 
     def __init__(
-        self, handle: Any, context: OperationContext, timeout_seconds: float, timeline: Timeline
+        self,
+        handle: Any,
+        context: OperationContext,
+        timeout_seconds: float,
+        timeline: Timeline,
+        tensors: Sequence[Tensor] = (),
     ) -> None:
-        """`timeline` is the GPU's."""
+        """`timeline` is the GPU's.
+
+        `tensors` are kept until `wait()`: the handle releases its own references when any stream
+        waits, and their memory could be reused before the operation has read it.
+        """
         super().__init__(handle, context, timeout_seconds)
         self._timeline = timeline
+        self._tensors = tensors
 
     def add_done_callback(self, action: Callable[[Moment], None]) -> None:
         # Without a callback, the mark of `_block` is good enough.
@@ -145,6 +155,7 @@ class NcclWork(ProcessGroupWork):
     def _block(self) -> None:
         with PeerErrorTranslator(self._context, self._timeout_seconds):
             self._handle.wait()
+        self._tensors = ()
         if self._completed is None:
             self._complete(self._timeline.mark())
         else:
@@ -239,7 +250,7 @@ class TorchCommunicator(Communicator):
                 handle = self._group(CPU).send([flat], to, 0)
             else:
                 handle = start_nccl_messages(self._group(flat.device), send=(flat, to))
-        return self._message(handle, context, transfer, flat.device)
+        return self._message(handle, context, transfer, flat)
 
     def recv(self, tensor: Tensor, source: int, kind: str) -> Work:
         self.check_peer(source)
@@ -254,7 +265,7 @@ class TorchCommunicator(Communicator):
                 handle = self._group(CPU).recv([flat], source, 0)
             else:
                 handle = start_nccl_messages(self._group(flat.device), recv=(flat, source))
-        return self._message(handle, context, transfer, flat.device).on_success(staged.copy_back)
+        return self._message(handle, context, transfer, flat).on_success(staged.copy_back)
 
     def sendrecv(self, outgoing: Tensor, to: int, incoming: Tensor, source: int, kind: str) -> Work:
         if self._device(outgoing) == CPU or 0 in (outgoing.numel(), incoming.numel()):
@@ -271,7 +282,8 @@ class TorchCommunicator(Communicator):
             handle = start_nccl_messages(
                 self._group(device), send=(sending.flat, to), recv=(receiving.flat, source)
             )
-        return self._message(handle, context, transfer, device).on_success(receiving.copy_back)
+        tensors = sending.flat, receiving.flat
+        return self._message(handle, context, transfer, *tensors).on_success(receiving.copy_back)
 
     def broadcast(self, tensor: Tensor, root: int, kind: str) -> Work:
         if self.world_size == 1 or tensor.numel() == 0:
@@ -322,7 +334,7 @@ class TorchCommunicator(Communicator):
             handle = self._group(staged.flat.device)._allgather_base(
                 staged.flat.view(torch.uint8), own.view(torch.uint8)
             )
-        return self._collective(handle, context, transfer, staged)
+        return self._collective(handle, context, transfer, staged, own)
 
     def all_reduce(self, tensor: Tensor, kind: str) -> Work:
         if tensor.dtype not in SUMMABLE_DTYPES:
@@ -432,11 +444,13 @@ class TorchCommunicator(Communicator):
         context: OperationContext,
         transfer: CountedTransfer,
         staged: StagingBuffer,
+        *tensors: Tensor,
     ) -> Work:
+        """`tensors` are what the operation reads or writes besides `staged`."""
         if staged.flat.device == CPU:
             work: Work = GlooWork(handle, context, self.timeout_seconds)
         else:
-            work = self._stream_work(handle, context)
+            work = self._stream_work(handle, context, [staged.flat, *tensors])
         return self.track_transfer(work, transfer).on_success(staged.copy_back)
 
     def _message(
@@ -444,19 +458,21 @@ class TorchCommunicator(Communicator):
         handle: Any,
         context: OperationContext,
         transfer: CountedTransfer,
-        device: torch.device,
+        *tensors: Tensor,
     ) -> Work:
-        if device == CPU:
+        if tensors[0].device == CPU:
             work: Work = GlooPointToPointWork(handle, context, self.timeout_seconds)
         else:
-            work = self._stream_work(handle, context)
+            work = self._stream_work(handle, context, tensors)
         return self.track_transfer(work, transfer)
 
-    def _stream_work(self, handle: Any, context: OperationContext) -> Work:
+    def _stream_work(
+        self, handle: Any, context: OperationContext, tensors: Sequence[Tensor]
+    ) -> Work:
         assert self._timeline is not None
         if not is_capturing():
             self._monitor.watch(handle, context)
-        return NcclWork(handle, context, self.timeout_seconds, self._timeline)
+        return NcclWork(handle, context, self.timeout_seconds, self._timeline, tensors)
 
     def _group(self, device: torch.device) -> Any:
         if self._failure is not None:
