@@ -248,7 +248,12 @@ def measure_resume(bench: Bench) -> Iterator[Row]:
         kept = sorted(int(path.stem.partition("-")[2]) for path in checkpoints.glob("*.pt"))
         is_killed = not (bench.folder / name / "result.json").exists()
         resume = [sys.executable, "-m", "paceline", "train", "--quiet", "--resume"]
-        subprocess.run([*resume, str(bench.folder / name)], timeout=LIMIT_SECONDS, check=True)
+        subprocess.run(
+            [*resume, str(bench.folder / name)],
+            stdout=subprocess.DEVNULL,
+            timeout=LIMIT_SECONDS,
+            check=True,
+        )
         result = json.loads((bench.folder / name / "result.json").read_text())
         is_captured = graph_of(result)["captured"]
         is_equal = result["weights_sha256"] == whole["weights_sha256"]
@@ -282,8 +287,8 @@ def measure_small(bench: Bench) -> Iterator[Row]:
 def measure_busy(bench: Bench) -> Iterator[Row]:
     for variant in ("default", "eager"):
         result, _ = bench.train(
-            **VARIANTS[variant], batch_size=128, epochs=6, test_samples=1000, trace=50,
-            eval_every="never", sample_seconds=0.2,
+            **VARIANTS[variant], batch_size=128, epochs=6 if variant == "default" else 2,
+            test_samples=1000, trace=50, eval_every="never", sample_seconds=0.2,
         )  # fmt: skip
         worker, goal = result["workers"][0], ">= 85" if variant == "default" else ""
         traced = worker["kernel_time"]
@@ -305,7 +310,10 @@ def measure_phases(bench: Bench) -> Iterator[Row]:
     """Compares the phases in the events of a rank with the times at which they were written."""
     for variant in ("default", "eager"):
         result, folder = bench.train(
-            **VARIANTS[variant], batch_size=128, epochs=4, test_samples=1000
+            **VARIANTS[variant],
+            batch_size=128,
+            epochs=4 if variant == "default" else 1,
+            test_samples=1000,
         )
         blocks = [
             (event["time"], sum(event["phases"].values()))
@@ -374,12 +382,22 @@ class UnmarkedClock(phase_clock.CudaPhaseClock):
 
 
 def measure_startup(bench: Bench) -> Iterator[Row]:
+    """Of new processes. The first run fills Python's cache of compiled modules and counts apart."""
     spent: dict[str, list[float]] = {}
-    for number in range(bench.rounds):
+    first = 0.0
+    environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(bench.folder / "bytecode")}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    for number in range(bench.rounds + 1):
         name = f"cold-{number}"
         settings = {"batch_size": 128, "iterations": 40, "test_samples": 1000}
         began = time.time()
-        subprocess.run(bench.command(name, **settings), timeout=LIMIT_SECONDS, check=True)
+        subprocess.run(
+            bench.command(name, **settings),
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            timeout=LIMIT_SECONDS,
+            check=True,
+        )
         whole = time.time() - began
         folder = bench.folder / name
         result = json.loads((folder / "result.json").read_text())
@@ -389,10 +407,14 @@ def measure_startup(bench: Bench) -> Iterator[Row]:
         parts["first step"] = worker["iteration_seconds"]["first"]
         parts["capturing"] = graph_of(result)["capture_seconds"]
         parts["whole command, 40 steps"] = whole
+        if not number:
+            first = parts["to the first step"]
+            continue
         for part, seconds in parts.items():
             spent.setdefault(part, []).append(seconds)
     for part, values in spent.items():
         yield Row("startup", part, values, "s")
+    yield Row("startup", "to the first step, no bytecode", [first], "s")
 
 
 def measure_checkpoint(bench: Bench) -> Iterator[Row]:
