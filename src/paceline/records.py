@@ -511,6 +511,25 @@ def is_numerics(value: object) -> TypeGuard[dict[str, Any]]:
     )
 
 
+def is_cuda_graph(value: object) -> TypeGuard[dict[str, Any]]:
+    """Whether a value is the `cuda_graph` of a worker: how its steps ran on a GPU."""
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("captured"), bool)
+        and isinstance(value.get("reason"), str | None)
+        and is_number(value.get("graphs"))
+        and is_number(value.get("capture_seconds"))
+    )
+
+
+def cuda_graph_text(cuda_graph: Mapping[str, Any]) -> str:
+    """Such as "5 graphs, captured in 70.00 ms", or "none: --cuda-graph off"."""
+    if not cuda_graph["captured"]:
+        return f"none: {cuda_graph['reason']}"
+    spent = formatting.seconds(cuda_graph["capture_seconds"])
+    return f"{cuda_graph['graphs']:,} graphs, captured in {spent}"
+
+
 def format_name(precision: str, channels_last: bool) -> str:
     """Such as "bf16 channels-last"."""
     return f"{precision} channels-last" if channels_last else precision

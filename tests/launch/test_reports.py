@@ -128,6 +128,7 @@ BAD = [
     (-1, "worker.after_first.iterations"),
     ({}, "worker.startup_seconds"),
     ({"iterations": 1}, "worker.kernel_time"),
+    ({"captured": True}, "worker.cuda_graph"),
     ({}, "worker.numerics"),
     ("bf16", "worker.numerics"),
     (None, "worker.numerics.precision"),

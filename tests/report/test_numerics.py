@@ -49,6 +49,28 @@ def test_summary_and_report_show_numerics_that_were_chosen(
     assert (f"| {TEXT} |" in page) == is_shown
 
 
+@pytest.mark.parametrize(
+    ("cuda_graph", "text"),
+    [
+        ({"captured": True, "reason": None, "graphs": 5, "capture_seconds": 0.07},
+         "5 graphs, captured in 70.00 ms"),
+        ({"captured": False, "reason": "--cuda-graph off", "graphs": 0, "capture_seconds": 0.0},
+         "none: --cuda-graph off"),
+    ],
+)  # fmt: skip
+def test_summary_and_report_show_how_steps_ran_on_a_gpu(
+    cuda_graph: dict[str, Any], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_numerics(tmp_path, "run", MEASURED)
+    result = json.loads((path / "result.json").read_text())
+    result["workers"][0]["cuda_graph"] = cuda_graph
+    (path / "result.json").write_text(json.dumps(result))
+    print_summary(RunFolder(path), result)
+    assert f"CUDA graph {text}" in " ".join(capsys.readouterr().out.split())
+    page = write_report(path).page.with_suffix(".md").read_text()
+    assert f"| {TEXT} | {text} |" in page
+
+
 def test_a_comparison_shows_formats_that_differ(tmp_path: Path) -> None:
     runs = {"cpu": PLAIN, "gpu": MEASURED, "older": None}
     paths = [str(write_numerics(tmp_path, name, numerics)) for name, numerics in runs.items()]

@@ -55,6 +55,11 @@ class Run:
         return list(self.result["workers"]) if self.result else []
 
     @property
+    def cuda_graph(self) -> dict[str, Any] | None:
+        """How the steps ran on a GPU; None on a CPU and for older results."""
+        return next((one["cuda_graph"] for one in self.workers if "cuda_graph" in one), None)
+
+    @property
     def numerics(self) -> dict[str, Any] | None:
         """Precision and memory format, and why; older results and unfinished runs have none."""
         return next((one["numerics"] for one in self.workers if "numerics" in one), None)

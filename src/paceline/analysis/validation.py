@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.errors import RecordsError
-from paceline.records import BETWEEN_ITERATIONS, PHASES, Result, is_numerics
+from paceline.records import BETWEEN_ITERATIONS, PHASES, Result, is_cuda_graph, is_numerics
 from paceline.records import is_number as is_number
 
 BUCKET_MEASUREMENTS = (
@@ -120,6 +120,8 @@ def _wrong_worker(worker: Mapping[str, Any]) -> str | None:
         return "a worker's buckets are damaged"
     if "numerics" in worker and not is_numerics(worker["numerics"]):
         return "a worker's numerics are damaged"
+    if "cuda_graph" in worker and not is_cuda_graph(worker["cuda_graph"]):
+        return "a worker's cuda_graph is damaged"
     return _not_numbers(timing, "iteration_seconds")
 
 

@@ -42,6 +42,7 @@ from paceline.records import (
     TRAFFIC_KINDS,
     RunFolder,
     explain_write_error,
+    is_cuda_graph,
     is_number,
     is_numerics,
     read_json,
@@ -239,6 +240,8 @@ def _check_account(worker: dict[str, Any], what: str, rank: int) -> None:
         _check_numbers(kernels, f"{what}: kernel_time", KERNEL_TIME_KEYS)
     if "numerics" in worker and not is_numerics(worker["numerics"]):
         raise MalformedError(what, "bad value of numerics")
+    if "cuda_graph" in worker and not is_cuda_graph(worker["cuda_graph"]):
+        raise MalformedError(what, "bad value of cuda_graph")
 
 
 def _check_numbers(value: object, what: str, names: Iterable[str]) -> None:

@@ -15,7 +15,7 @@ from paceline.analysis.contention import MIN_CONTENTION_SHARE, other_processes_s
 from paceline.analysis.run import Run
 from paceline.config import from_record
 from paceline.measure.startup import NEGLIGIBLE_SECONDS
-from paceline.records import Result, RunFolder, numerics_text
+from paceline.records import Result, RunFolder, cuda_graph_text, numerics_text
 from paceline.terminal import open_console
 
 BAR_WIDTH = 24
@@ -95,6 +95,8 @@ def summary_rows(result: Result, step_seconds: float | None) -> list[tuple[str, 
     )
     if shows_numerics(numerics := result["workers"][0].get("numerics")):
         rows.append(("precision", numerics_text(numerics)))
+    if cuda_graph := result["workers"][0].get("cuda_graph"):
+        rows.append(("CUDA graph", cuda_graph_text(cuda_graph)))
     if startup := result["workers"][0].get("startup_seconds"):
         rows.append(("start-up", startup_text(startup)))
     if len(result["workers"]) > 1:

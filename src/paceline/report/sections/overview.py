@@ -10,7 +10,7 @@ from paceline import formatting
 from paceline.analysis.run import Run
 from paceline.analysis.run_group import NOT_RUN, RunGroup, differing, value_text
 from paceline.config import RunConfig, non_default_values, to_argv
-from paceline.records import numerics_text
+from paceline.records import cuda_graph_text, numerics_text
 from paceline.report.document import Block, BulletList, Code, Details, Table, Text
 from paceline.report.sections.common import (
     Column,
@@ -195,15 +195,21 @@ def configuration(context: SectionContext) -> Iterator[Block]:
 
 
 def _numerics(groups: Sequence[RunGroup]) -> Iterator[Block]:
-    """Precision and memory format of each configuration, and the step times that decided."""
+    """Precision and memory format of each configuration with the deciding times, and graphs."""
     rows = []
     for group in groups:
         shown = (run.numerics for run in group.runs if shows_numerics(run.numerics))
         texts = dict.fromkeys(numerics_text(one) for one in shown)
-        if texts:
-            rows.append((group.label, "; ".join(texts)))
-    if rows:
-        yield Table(("configuration", "precision and memory format"), rows, 2)
+        graphs = dict.fromkeys(
+            cuda_graph_text(run.cuda_graph) for run in group.runs if run.cuda_graph
+        )
+        if texts or graphs:
+            rows.append((group.label, "; ".join(texts) or "-", "; ".join(graphs) or "-"))
+    if any(graphs != "-" for *_, graphs in rows):
+        yield Table(("configuration", "precision and memory format", "CUDA graphs"), rows, 3)
+    elif rows:
+        shortened = [(label, text) for label, text, _ in rows]
+        yield Table(("configuration", "precision and memory format"), shortened, 2)
 
 
 def _setting_column(name: str) -> Column[RunGroup]:
