@@ -98,13 +98,30 @@ class CudaGraphBackend:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 output = function()
+                graph.capture_end()
             except BaseException:
-                # Ending an invalid capture fails as well, which would hide the cause.
-                with suppress(Exception):
-                    graph.capture_end()
+                self._abandon(graph)
                 raise
-            graph.capture_end()
         return graph, output
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Return allocator and random generators to normal operation after a failed capture.
+
+        torch does so only if the capture is valid.
+        """
+        # Ending an invalid capture fails, which would hide the cause.
+        with suppress(Exception):
+            graph.capture_end()
+            return
+        pool, self._pool = self._pool, torch.cuda.graph_pool_handle()
+        for end in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
+            with suppress(Exception):
+                end(torch.cuda.current_device(), pool)
+        # A generator draws no numbers until the next valid capture ends.
+        valid = torch.cuda.CUDAGraph()
+        valid.capture_begin(capture_error_mode="thread_local")
+        torch.zeros(1, device="cuda")
+        valid.capture_end()
 
 
 @contextmanager

@@ -33,14 +33,13 @@ from paceline.training.loss import cross_entropy
 
 MIN_GAIN = 0.05
 """A format replaces a simpler one only if its step is shorter by this fraction."""
-WARMUP_STEPS = 2
 ROUND_SECONDS = 0.004
 """Short steps are repeated for about this long in each round."""
 MOST_STEPS = 100
 """In one round."""
-BUDGET_SECONDS = 0.25
+BUDGET_SECONDS = 0.15
 """For all rounds; long steps get two rounds even if these take longer."""
-MOST_ROUNDS = 8
+MOST_ROUNDS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,8 +237,8 @@ class GpuStepTimer:
                 if one.channels_last not in models:
                     models[one.channels_last] = self._copy(one.channels_last)
                 step = self._step(one, models[one.channels_last])
-                for _ in range(WARMUP_STEPS):
-                    step()
+                # Libraries initialize in the first step.
+                step()
                 torch.cuda.synchronize()
             except Exception as error:  # noqa: BLE001 - a user's model may not support a format
                 failures[one] = error_line(error)
