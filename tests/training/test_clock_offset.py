@@ -11,6 +11,8 @@ from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
 from paceline.config import RunConfig
 from paceline.strategies import create_strategy
+from paceline.strategies.replica import Replica
+from paceline.strategies.strategy import StepMeter
 from paceline.training import coordination
 from paceline.training.coordination import (
     MAX_CLOCK_INTERVAL_SECONDS,
@@ -65,6 +67,31 @@ def test_drifting_clocks_do_not_turn_communication_into_waiting(
     unknown_seconds = sum(DRIFT * second for second in WHOLE_SECONDS)
     for waited in in_process.run(2, work):
         assert 0 <= waited <= unknown_seconds + 1e-6
+
+
+class LateMeter(StepMeter):
+    """Has one exposed interval that is known only after `settle`."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+
+    def settle(self) -> None:
+        self._replica.exposed.add(1.0 + self._replica.communicator.rank, 4.0)
+
+
+def test_waits_include_steps_that_the_meter_settles_late() -> None:
+    """A strategy creates its meter in its setup, after the coordinator was created."""
+
+    def work(communicator: Communicator) -> float:
+        replica = toy.replica(communicator, toy.sgd())
+        strategy = create_strategy("allreduce", {})
+        coordinator = StepCoordinator(RunConfig(), strategy, replica)
+        strategy.meter = LateMeter(replica)
+        coordinator.start()
+        coordinator.settle()
+        return replica.clock.seconds["wait"]
+
+    assert in_process.run(2, work) == pytest.approx([1.0, 0.0])
 
 
 @pytest.mark.parametrize(

@@ -197,7 +197,7 @@ class StepCoordinator:
         """Weights of the ranks' shards of the next batches."""
         self._adapts_shares = config.shares == ("auto",)
         self._replica = replica
-        self._meter = strategy.meter
+        self._strategy = strategy
         self._clock = replica.clock
         self._communicator = replica.communicator
         self._is_alone = replica.communicator.world_size == 1
@@ -270,9 +270,10 @@ class StepCoordinator:
     def settle(self) -> None:
         """Attribute the waits of the exchanges since the last call. Collective."""
         if self._is_coordinated:
-            if self._meter is not None:
+            # Created by the strategy's setup, which may follow the creation of this object.
+            if (meter := self._strategy.meter) is not None:
                 # All ranks must compare the same steps.
-                self._meter.settle()
+                meter.settle()
             attribute_waits(
                 self._communicator, self._clock, self._replica.exposed, self.clock_offset
             )
