@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from paceline.config import from_mapping
 from paceline.strategies import create_strategy
-from paceline.training.muon import ADAM_UPDATE_RMS, Muon, orthogonalize
+from paceline.training.muon import ADAM_UPDATE_RMS, Muon, orthogonalize, orthogonalize_batch
 
 
 def random_tensor(*shape: int, seed: int = 0) -> Tensor:
@@ -44,6 +44,15 @@ def test_orthogonalization_in_bf16_is_close_to_fp32() -> None:
     assert rounded.dtype == torch.float32
     assert not torch.equal(rounded, exact)
     assert float((rounded - exact).norm() / exact.norm()) < 0.02
+
+
+def test_a_batch_of_any_shapes_is_orthogonalized_like_each_matrix() -> None:
+    shapes = [(6, 75), (75, 6), (16, 16), (1, 9), (10, 256)]
+    matrices = [random_tensor(*shape, seed=number) for number, shape in enumerate(shapes)]
+    matrices.append(torch.zeros(3, 4))
+    updates = orthogonalize_batch(matrices, torch.float32)
+    for matrix, update in zip(matrices, updates, strict=True):
+        torch.testing.assert_close(update, orthogonalize(matrix), atol=1e-4, rtol=1e-3)
 
 
 def test_zero_gradient_gives_no_update() -> None:

@@ -19,6 +19,9 @@ NEWTON_SCHULZ_STEPS = 5
 NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Map every singular value in (0, 1] close to 1 in few steps, instead of exactly to 1."""
 
+MAX_PADDED_ELEMENTS = 1 << 24
+"""Up to this size, starting kernels takes a GPU longer than the additional work on the padding."""
+
 ADAM_UPDATE_RMS = 0.2
 """Typical root mean square of AdamW's updates. Scaled to it, both parts use one learning rate."""
 
@@ -60,32 +63,37 @@ class Muon(Optimizer):
                 loss = closure()
         for group in self.param_groups:
             trained = [weight for weight in group["params"] if weight.grad is not None]
-            for weight in trained:
-                if weight.dim() > 1:
-                    _update_matrix(weight, self.state[weight], group, self._dtype)
+            matrices = [weight for weight in trained if weight.dim() > 1]
+            if matrices:
+                states = [self.state[weight] for weight in matrices]
+                _update_matrices(matrices, states, group, self._dtype)
             vectors = [weight for weight in trained if weight.dim() <= 1]
             if vectors:
                 _update_vectors(vectors, [self.state[weight] for weight in vectors], group)
         return loss
 
 
-def _update_matrix(
-    weight: Tensor, state: dict[str, Any], group: dict[str, Any], dtype: torch.dtype
+def _update_matrices(
+    weights: list[Tensor], states: list[dict[str, Any]], group: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    gradient = weight.grad
-    assert gradient is not None
-    if not state:
-        state["momentum_buffer"] = torch.zeros_like(weight)
-    average = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
-    ahead = gradient.lerp(average, group["momentum"]).flatten(1)
-    scale = ADAM_UPDATE_RMS * math.sqrt(max(ahead.shape))
+    for weight, state in zip(weights, states, strict=True):
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(weight)
+    gradients = [weight.grad for weight in weights if weight.grad is not None]
+    averages = [state["momentum_buffer"] for state in states]
+    torch._foreach_lerp_(averages, gradients, 1 - group["momentum"])
+    ahead = torch._foreach_lerp(gradients, averages, group["momentum"])
+    matrices = [each.flatten(1) for each in ahead]
+    updates = orthogonalize_all(matrices, dtype)
     if group["weight_decay"]:
-        weight.mul_(1 - group["lr"] * group["weight_decay"])
-    update = orthogonalize(ahead, dtype).view(weight.shape)
-    if isinstance(group["lr"], Tensor):
-        weight.addcmul_(update, group["lr"], value=-scale)
-    else:
-        weight.add_(update, alpha=-group["lr"] * scale)
+        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+    for weight, update in zip(weights, updates, strict=True):
+        scale = ADAM_UPDATE_RMS * math.sqrt(max(update.shape))
+        update = update.unflatten(1, weight.shape[1:])
+        if isinstance(group["lr"], Tensor):
+            weight.addcmul_(update, group["lr"], value=-scale)
+        else:
+            weight.add_(update, alpha=-group["lr"] * scale)
 
 
 def _update_vectors(
@@ -116,16 +124,62 @@ def _update_vectors(
     )
 
 
+def orthogonalize_all(matrices: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Orthogonalize matrices one by one, or on a GPU in one batch if they are small."""
+    if not matrices[0].is_cuda:
+        return [orthogonalize(matrix, dtype) for matrix in matrices]
+    padded = len(matrices) * math.prod(_largest_shape(matrices))
+    if padded <= MAX_PADDED_ELEMENTS:
+        return orthogonalize_batch(matrices, dtype)
+    return [orthogonalize_batch([matrix], dtype)[0] for matrix in matrices]
+
+
 def orthogonalize(matrix: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the matrix with all singular values close to 1, by Newton-Schulz iterations."""
-    a, b, c = NEWTON_SCHULZ_COEFFICIENTS
-    # The product with the transpose is smaller for a wide matrix. The product of all factors first
-    # would be faster, but amplifies rounding errors: replicas would differ from one worker.
-    is_tall = matrix.shape[0] > matrix.shape[1]
-    wide = matrix.T if is_tall else matrix
+    """Return the matrix with all singular values close to 1."""
+    wide = _wide(matrix)
     # The Frobenius norm is at least the largest singular value.
-    wide = (wide / wide.norm().clamp_min(torch.finfo(matrix.dtype).tiny)).to(dtype)
+    wide = wide / wide.norm().clamp_min(torch.finfo(matrix.dtype).tiny)
+    wide = _iterate(wide.to(dtype)).to(matrix.dtype)
+    return (wide.T if _is_tall(matrix) else wide).contiguous()
+
+
+def orthogonalize_batch(matrices: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Orthogonalize matrices of any shapes together; the padding by zeros does not change them."""
+    rows, columns = _largest_shape(matrices)
+    batch = matrices[0].new_zeros(len(matrices), rows, columns)
+    parts = [
+        padded[: wide.shape[0], : wide.shape[1]].copy_(wide)
+        for padded, wide in zip(batch, map(_wide, matrices), strict=True)
+    ]
+    norms = batch.flatten(1).norm(dim=1).clamp_min(torch.finfo(batch.dtype).tiny)
+    batch.copy_(_iterate((batch / norms.view(-1, 1, 1)).to(dtype)))
+    return [
+        part.T if _is_tall(matrix) else part for part, matrix in zip(parts, matrices, strict=True)
+    ]
+
+
+def _iterate(wide: Tensor) -> Tensor:
+    """Apply Newton-Schulz iterations to a matrix, or to each of a batch."""
+    a, b, c = NEWTON_SCHULZ_COEFFICIENTS
+    multiply_add = torch.addmm if wide.dim() == 2 else torch.baddbmm
+    # The product of all factors first would be faster, but amplifies rounding errors: replicas
+    # would differ from one worker.
     for _ in range(NEWTON_SCHULZ_STEPS):
-        gram = wide @ wide.T
-        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
-    return (wide.T if is_tall else wide).to(matrix.dtype).contiguous()
+        gram = wide @ wide.mT
+        wide = multiply_add(wide, multiply_add(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return wide
+
+
+def _wide(matrix: Tensor) -> Tensor:
+    """Return the matrix or its transpose: the product with the transpose of a wide one is small."""
+    return matrix.T if _is_tall(matrix) else matrix
+
+
+def _is_tall(matrix: Tensor) -> bool:
+    return matrix.shape[0] > matrix.shape[1]
+
+
+def _largest_shape(matrices: list[Tensor]) -> tuple[int, int]:
+    """Return the shape that has room for the wide form of each matrix."""
+    shapes = [_wide(matrix).shape for matrix in matrices]
+    return max(rows for rows, _ in shapes), max(columns for _, columns in shapes)
