@@ -20,6 +20,7 @@ from paceline.errors import ConfigError, UnknownNameError, UserCodeError
 from paceline.models import MODELS
 from paceline.models.build import build_model, initialize_from_data
 from paceline.models.resnet import ResidualBlock
+from paceline.models.whitened_cnn import MaxOfPatches
 from tests.models.golden.make import CASES, CIFAR_SHAPE, CLASSES, MNIST_SHAPE, Case, batch
 
 SHAPES = [MNIST_SHAPE, CIFAR_SHAPE]
@@ -371,6 +372,23 @@ def test_whitened_cnn_decorrelates_patches() -> None:
     torch.testing.assert_close(outputs[12:], -outputs[:12])
     covariance = outputs[:12] @ outputs[:12].T / outputs.shape[1]
     torch.testing.assert_close(covariance, torch.eye(12), atol=0.01, rtol=0)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 6, 8), (2, 3, 7, 5)])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_pooling_by_elementwise_operations_equals_max_pooling(
+    shape: tuple[int, ...], memory_format: torch.memory_format
+) -> None:
+    generator = torch.Generator().manual_seed(4)
+    images = torch.randn(shape, generator=generator).to(memory_format=memory_format)
+    images.requires_grad_()
+    expected = F.max_pool2d(images, 2)
+    pooled = MaxOfPatches.apply(images)  # type: ignore[no-untyped-call]
+    assert torch.equal(pooled, expected)
+    weights = torch.randn(expected.shape, generator=generator)
+    gradients = [torch.autograd.grad(each, images, weights)[0] for each in (expected, pooled)]
+    assert torch.equal(*gradients)
+    assert gradients[1].stride() == images.stride()
 
 
 def test_whitening_is_not_trained() -> None:
