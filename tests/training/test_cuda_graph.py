@@ -152,6 +152,14 @@ def cache_of(backend: RecordingBackend, **options: Any) -> Callable[[Replica], G
         {"model": "mlp", "precision": "fp16", "clip_norm": 0.5},
         {"model": "mlp", "precision": "fp16", "momentum": 0},
         {"model": "lenet", "optimizer": "muon", "lr": 0.002, "weight_decay": 0.01},
+        {
+            "model": "whitened_cnn",
+            "model_options": {"width": 0.05},
+            "optimizer": "muon",
+            "schedule": "linear",
+            "weight_decay": 1.0,
+            "augment": "shift,alternate_flip",
+        },
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),
 )
@@ -330,7 +338,10 @@ GPU_CASES = [
     for model in ("lenet", "cnn", "vgg11", "resnet18")
     for optimizer, rate in (("sgd", 0.02), ("adamw", 0.001))
     for precision in ("fp32", "bf16")
-]
+] + [
+    {"model": "whitened_cnn", "optimizer": "muon", "precision": "bf16", "lr": 0.014,
+     "channels_last": "on", "augment": "shift,alternate_flip", "weight_decay": 1.4, "eval_views": 6}
+]  # fmt: skip
 
 
 def train_on_gpu(out: Path, **settings: Any) -> dict[str, Any]:
