@@ -21,7 +21,9 @@ def ranks(request: pytest.FixtureRequest, pool: WorkerPool) -> RankGroup:
     return make_rank_group(pool, *request.param)
 
 
-@pytest.fixture(params=["in_process", "torch_distributed", "shared_memory", "hierarchical"])
+@pytest.fixture(
+    params=["in_process", "torch_distributed", "shared_memory", "hierarchical", "shared_gpu"]
+)
 def three_ranks(request: pytest.FixtureRequest, pool: WorkerPool) -> RankGroup:
     """Three ranks: neither a pair nor a power of two."""
     return make_rank_group(pool, request.param, 3)

@@ -18,7 +18,7 @@ import torch
 
 from paceline.comm.communicator import Communicator
 from paceline.comm.shm import communicator as shared_memory
-from paceline.comm.shm import segment
+from paceline.comm.shm import progress, segment
 from paceline.comm.work import Work
 from paceline.errors import PeerError, UsageError
 from tests.support.worker_pool import WorkerPool
@@ -299,7 +299,7 @@ def searches_while_polling(communicator: Communicator) -> int:
             return find()
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(shared_memory, "monotonic", lambda: now[0])
+            patch.setattr(progress, "monotonic", lambda: now[0])
             patch.setattr(shm._signals, "disconnected_and_exited_peers", count_and_find)
             for _ in range(2):
                 now[0] += 1.0
@@ -407,11 +407,12 @@ def slots_changed(communicator: Communicator) -> list[bool]:
         changed = []
         for each in (tensor, tensor.clone()):
             shm.barrier().wait()
-            before = shm._buffers._memory.clone()
+            before = [slots.clone() for slots in shm._buffers._memory]
             shm.barrier().wait()
             shm.all_reduce(each, "gradients").wait()
             shm.barrier().wait()
-            changed.append(not torch.equal(shm._buffers._memory, before))
+            slots = zip(shm._buffers._memory, before, strict=True)
+            changed.append(not all(torch.equal(now, old) for now, old in slots))
         return changed
 
 

@@ -9,6 +9,7 @@ from typing import TypeVar
 from paceline.comm import hierarchical, in_process
 from paceline.comm.communicator import Communicator
 from paceline.comm.shm import communicator as shared_memory
+from tests.support import fake_device_memory
 from tests.support.worker_pool import WorkerPool
 
 T = TypeVar("T")
@@ -80,6 +81,7 @@ CONNECT: dict[str, Connect | None] = {
     "shared_memory": shared_memory.connect,
     "hierarchical": over_pairs,
     "uneven_hosts": over_three_and_one,
+    "shared_gpu": fake_device_memory.connect,
 }
 """For ranks that are processes."""
 

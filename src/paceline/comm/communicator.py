@@ -213,7 +213,7 @@ class Communicator(ABC):
         """End a transfer when the work that performs it ends."""
         if transfer.is_logged:
             work.add_done_callback(transfer.complete)
-        return work.on_end(lambda: self.traffic.end(transfer, work.completion_time))
+        return work.on_end(lambda moment: self.traffic.end(transfer, moment))
 
     def _in_background(
         self, tensor: Tensor, operation: Callable[[Communicator, Tensor], None]

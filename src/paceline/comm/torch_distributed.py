@@ -355,11 +355,9 @@ class TorchCommunicator(Communicator):
             PrefixStore(f"dup/{self._children}", self._store),
             self.rank,
             self.world_size,
-            address=self._address,
-            gpu=self._gpu,
-            timeout_seconds=self.timeout_seconds,
             traffic=traffic or self.traffic,
             global_ranks=self.global_ranks,
+            **self._options(),
         )
 
     def subgroup(self, ranks: Sequence[int], traffic: Traffic | None = None) -> Self:
@@ -368,12 +366,18 @@ class TorchCommunicator(Communicator):
             PrefixStore(f"subgroup/{self._children}/{'-'.join(map(str, ranks))}", self._store),
             ranks.index(self.rank),
             len(ranks),
-            address=self._address,
-            gpu=self._gpu,
-            timeout_seconds=self.timeout_seconds,
             traffic=traffic or self.traffic,
             global_ranks=[self.global_ranks[rank] for rank in ranks],
+            **self._options(),
         )
+
+    def _options(self) -> dict[str, Any]:
+        """Return the constructor's arguments for a communicator of the same kind."""
+        return {
+            "address": self._address,
+            "gpu": self._gpu,
+            "timeout_seconds": self.timeout_seconds,
+        }
 
     def default_process_group(self) -> dist.ProcessGroup:
         """Return torch.distributed's default group over the same ranks; create it on first use.

@@ -23,7 +23,7 @@ class Work(ABC):
     def __init__(self) -> None:
         self._ended = False
         self._error: BaseException | None = None
-        self._on_end: list[Callable[[], None]] = []
+        self._on_end: list[Callable[[Moment | None], None]] = []
         self._on_success: list[Callable[[], None]] = []
         self._completed: Moment | None = None
         self._on_completion: list[Callable[[Moment], None]] = []
@@ -49,15 +49,10 @@ class Work(ABC):
             finally:
                 self._complete()
                 self._wait_for_callbacks()
-                for action in self._on_end:
-                    action()
+                for finish in self._on_end:
+                    finish(self._completed)
         elif self._error is not None:
             raise self._error
-
-    @property
-    def completion_time(self) -> Moment | None:
-        """The completion time, as for `add_done_callback`; None if it is not known yet."""
-        return self._completed
 
     def is_completed(self) -> bool:
         """Return whether `wait()` would return, or raise, without blocking."""
@@ -68,8 +63,8 @@ class Work(ABC):
         self._on_success.append(action)
         return self
 
-    def on_end(self, action: Callable[[], None]) -> Work:
-        """Run `action` at the end of `wait()`, whether or not the operation succeeds."""
+    def on_end(self, action: Callable[[Moment | None], None]) -> Work:
+        """Run `action` with the completion time at the end of `wait()`, also after an error."""
         self._on_end.append(action)
         return self
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.comm import hierarchical, in_process
+from paceline.comm import hierarchical, in_process, shared_gpu
 from paceline.comm.communicator import Communicator
 from paceline.comm.objects import broadcast_json
 from paceline.comm.rank_info import SINGLE_PROCESS, RankInfo
@@ -221,8 +221,15 @@ def connect_workers(
         # The store outlives restarts of the workers.
         name=f"{name}/{rank_info.restart_count}",
     )
-    gpu = device if has_own_gpu(rank_info) and device.type == "cuda" else None
-    with connect(rendezvous, gpu=gpu, timeout_seconds=config.timeout_seconds) as network:
+    timeout_seconds = config.timeout_seconds
+    if device.type == "cpu" or CLUSTER_VARIABLE in os.environ:
+        # Nodes of an emulated cluster share GPUs, but not the memory of GPUs.
+        connected = connect(rendezvous, timeout_seconds=timeout_seconds)
+    elif has_own_gpu(rank_info):
+        connected = connect(rendezvous, gpu=device, timeout_seconds=timeout_seconds)
+    else:
+        connected = shared_gpu.connect(rendezvous, device, timeout_seconds=timeout_seconds)
+    with connected as network:
         if not is_agreed:
             agree_on_config(config, network)
         if config.communicator == "torch":

@@ -36,7 +36,8 @@ from paceline.errors import RunError
 
 SLOTS = 2
 """Number of slots per rank."""
-COPIED_IN, REDUCED, COPIED_OUT = range(3)
+STAGES = 3
+COPIED_IN, REDUCED, COPIED_OUT = range(STAGES)
 """Stages; the value is the index of the stage's counter."""
 INTEGERS_PER_LINE = CACHE_LINE_BYTES // 8
 IN_PLACE_STEP_BYTES = 256 * 1024
@@ -54,17 +55,23 @@ class CollectiveBuffers:
         world_size: int,
         slot_bytes: int,
         notify_all: Callable[[], None],
+        memory: Sequence[Tensor] | None = None,
     ) -> None:
-        """`notify_all` wakes the ranks that are waiting for all ranks to complete a stage."""
+        """`notify_all` wakes the ranks that are waiting for all ranks to complete a stage.
+
+        `memory` holds the bytes of each rank's slots; by default, they are in the segment.
+        """
         self.rank, self.world_size, self.slot_bytes = rank, world_size, slot_bytes
         self._notify_all = notify_all
         self.next_round = 0
         """The number of the next round; all ranks start the same collectives in the same order."""
         lines_bytes = world_size * CACHE_LINE_BYTES
         self._counters = segment.integers(begin_byte, lines_bytes)
-        self._memory = segment.tensor(
-            begin_byte + lines_bytes, world_size * SLOTS * slot_bytes, torch.uint8
-        )
+        rank_bytes = SLOTS * slot_bytes
+        self._memory = memory or [
+            segment.tensor(begin_byte + lines_bytes + each * rank_bytes, rank_bytes, torch.uint8)
+            for each in range(world_size)
+        ]
         self._own_line = rank * INTEGERS_PER_LINE
         self._lines = [each * INTEGERS_PER_LINE for each in range(world_size)]
         self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
@@ -77,9 +84,19 @@ class CollectiveBuffers:
         """Return the slot of a rank for a round."""
         key = (rank, round_number % SLOTS, dtype)
         if key not in self._views:
-            begin = (rank * SLOTS + round_number % SLOTS) * self.slot_bytes
-            self._views[key] = self._memory[begin : begin + self.slot_bytes].view(dtype)
+            begin = round_number % SLOTS * self.slot_bytes
+            self._views[key] = self._memory[rank][begin : begin + self.slot_bytes].view(dtype)
         return self._views[key]
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy between flat tensors, up to the size of the smaller one."""
+        memcpy(target, source)
+
+    def acquire(self, stage: int, round_number: int) -> None:
+        """Order the next work behind a stage that all ranks have completed.
+
+        On a CPU, work is done when a call returns.
+        """
 
     def is_next(self, stage: int, round_number: int) -> bool:
         """Return whether this rank has completed a stage of all rounds before this one."""
@@ -146,6 +163,7 @@ class Collective(ABC):
             or not buffers.is_completed_by_all(COPIED_OUT, round_number - SLOTS)
         ):
             return False
+        buffers.acquire(COPIED_OUT, round_number - SLOTS)
         self.copy_in(round_index, buffers.slot(self.rank, round_number, self.flat.dtype))
         self._complete(COPIED_IN, round_number)
         return True
@@ -160,6 +178,7 @@ class Collective(ABC):
             or not buffers.is_completed_by_all(COPIED_IN, round_number)
         ):
             return False
+        buffers.acquire(COPIED_IN, round_number)
         self.reduce(round_index, self._all_slots(round_number))
         self._complete(REDUCED, round_number)
         if not self.has_copy_out_stage:
@@ -176,6 +195,7 @@ class Collective(ABC):
             or not buffers.is_completed_by_all(previous, round_number)
         ):
             return False
+        buffers.acquire(previous, round_number)
         self.copy_out(round_index, self._all_slots(round_number))
         if not self.has_reduce_stage:
             buffers.skip(REDUCED, round_number)
@@ -271,7 +291,7 @@ class ReduceScatter(Collective):
         for rank in range(self.world_size):
             if rank != self.rank:
                 part = self.part(round_index, rank)
-                memcpy(self._chunk_view(slot, rank, part.numel()), part)
+                self.buffers.copy(self._chunk_view(slot, rank, part.numel()), part)
 
     def reduce(self, round_index: int, slots: Sequence[Tensor]) -> None:
         own = self.part(round_index, self.rank)
@@ -279,7 +299,7 @@ class ReduceScatter(Collective):
             if rank != self.rank:
                 own.add_(self._chunk_view(slot, self.rank, own.numel()))
         if self.has_copy_out_stage:
-            memcpy(self._chunk_view(slots[self.rank], self.rank, own.numel()), own)
+            self.buffers.copy(self._chunk_view(slots[self.rank], self.rank, own.numel()), own)
 
     def _chunk_view(self, slot: Tensor, rank: int, elements: int) -> Tensor:
         """Return the view of a slot that holds a rank's chunk."""
@@ -295,7 +315,7 @@ class TwoShotAllReduce(ReduceScatter):
         for rank, slot in enumerate(slots):
             if rank != self.rank:
                 part = self.part(round_index, rank)
-                memcpy(part, self._chunk_view(slot, rank, part.numel()))
+                self.buffers.copy(part, self._chunk_view(slot, rank, part.numel()))
 
 
 class OneShotAllReduce(Collective):
@@ -307,7 +327,7 @@ class OneShotAllReduce(Collective):
     has_reduce_stage = False
 
     def copy_in(self, round_index: int, slot: Tensor) -> None:
-        memcpy(slot, self.part(round_index))
+        self.buffers.copy(slot, self.part(round_index))
 
     def copy_out(self, round_index: int, slots: Sequence[Tensor]) -> None:
         part = self.part(round_index)
@@ -331,12 +351,12 @@ class AllGather(Collective):
         return chunk_elements(self.flat.numel(), self.world_size, 0)
 
     def copy_in(self, round_index: int, slot: Tensor) -> None:
-        memcpy(slot, self.part(round_index, self.rank))
+        self.buffers.copy(slot, self.part(round_index, self.rank))
 
     def copy_out(self, round_index: int, slots: Sequence[Tensor]) -> None:
         for rank, slot in enumerate(slots):
             if rank != self.rank:
-                memcpy(self.part(round_index, rank), slot)
+                self.buffers.copy(self.part(round_index, rank), slot)
 
 
 class Broadcast(Collective):
@@ -350,11 +370,11 @@ class Broadcast(Collective):
 
     def copy_in(self, round_index: int, slot: Tensor) -> None:
         if self.rank == self._root:
-            memcpy(slot, self.part(round_index))
+            self.buffers.copy(slot, self.part(round_index))
 
     def copy_out(self, round_index: int, slots: Sequence[Tensor]) -> None:
         if self.rank != self._root:
-            memcpy(self.part(round_index), slots[self._root])
+            self.buffers.copy(self.part(round_index), slots[self._root])
 
     def part(self, round_index: int, rank: int = 0) -> Tensor:
         return self.flat[

@@ -1,8 +1,7 @@
 """Communicator for the ranks of one node, over shared memory.
 
-There is no progress thread: communication on one node uses the same cores as computation. An
-operation starts when it is called and makes progress during every later call on the same
-communicator. An operation larger than the slots therefore makes progress only while all ranks are
+There is no progress thread (progress.py): communication on one node uses the same cores as
+computation. An operation larger than the slots therefore makes progress only while all ranks are
 inside a call.
 """
 
@@ -10,11 +9,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections import deque
 from collections.abc import Callable
 from functools import partial
-from time import monotonic
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -43,6 +40,7 @@ from paceline.comm.shm.collectives import (
     TwoShotAllReduce,
 )
 from paceline.comm.shm.futex import FutexSignals, is_supported
+from paceline.comm.shm.progress import Operation, ProgressEngine
 from paceline.comm.shm.segment import CACHE_LINE_BYTES, HINT, SharedSegment, aligned_offsets
 from paceline.comm.work import CompletedWork, Work
 from paceline.errors import PeerError, SharedMemoryUnavailableError
@@ -60,9 +58,6 @@ ONE_SHOT_BYTES = 64 * 1024
 """Up to this size, summing the whole tensor on every rank beats another synchronization."""
 
 MAX_CORES = 4096
-
-EXIT_CHECK_SECONDS = 0.005
-"""Minimum time between checks for exited peers while polling; each check polls every peer."""
 
 CPU = torch.device("cpu")
 
@@ -105,7 +100,7 @@ class SharedMemoryCommunicator(Communicator):
             ]
         )
         segment = SharedSegment(bootstrap, size_bytes)
-        self._signals = FutexSignals(segment, signals, rank, world_size, _total_cores(bootstrap))
+        self._signals = FutexSignals(segment, signals, rank, world_size, total_cores(bootstrap))
         self._buffers = CollectiveBuffers(
             segment, buffers, rank, world_size, collective_slot_bytes, self._signals.notify_all
         )
@@ -113,12 +108,7 @@ class SharedMemoryCommunicator(Communicator):
             segment, channel_table, rank, world_size, channel_slot_bytes, self._signals.notify
         )
         self._symmetric_memory: list[SymmetricMemory] = []
-        self._pending: deque[_PendingWork] = deque()
-        self._failure: PeerError | None = None
-        self._no_progress_since: float | None = None
-        """Time of the first poll without progress; None after progress."""
-        self._last_exit_check = 0.0
-        self._is_closed = False
+        self._engine = ProgressEngine(self._signals, timeout_seconds, self.global_ranks)
         bootstrap.barrier().wait()
         self._signals.watch_peers()
 
@@ -200,10 +190,8 @@ class SharedMemoryCommunicator(Communicator):
         return type(self)(self, self.timeout_seconds, traffic or self.traffic)
 
     def _disconnect(self) -> None:
-        if not self._is_closed:
-            self._is_closed = True
-            self._signals.disconnect()
-            self._symmetric_memory.clear()
+        self._engine.close()
+        self._symmetric_memory.clear()
 
     def _collective(
         self,
@@ -222,116 +210,30 @@ class SharedMemoryCommunicator(Communicator):
 
     def _start(
         self,
-        operation: _Operation,
+        operation: Operation,
         context: OperationContext,
         transfer: CountedTransfer | None = None,
     ) -> Work:
-        if self._is_closed or self._failure is not None:
+        try:
+            self._engine.check(context)
+        except PeerError:
             if transfer is not None:
                 self.traffic.end(transfer)
-            raise self._failure or context.failed("the connection was closed")
-        work = _PendingWork(self, operation, context)
-        self._pending.append(work)
-        self.progress()
+            raise
+        work = self._engine.start(operation, context)
         return work if transfer is None else self.track_transfer(work, transfer)
 
     @property
     def is_busy(self) -> bool:
         """Whether an operation that may need this rank is in progress."""
-        return bool(self._pending)
+        return self._engine.is_busy
 
     def progress(self) -> bool:
         """Make progress on all operations without blocking; return whether any progressed."""
-        has_progressed = False
-        for work in self._pending:
-            if work.operation.progress():
-                has_progressed = True
-                work.complete_if_done()
-        if has_progressed:
-            self._no_progress_since = None
-            while self._pending and self._pending[0].operation.is_complete:
-                self._pending.popleft()
-        return has_progressed
-
-    def complete(self, work: _PendingWork) -> None:
-        """Make progress until an operation is complete.
-
-        Raises PeerError if a peer exits, disconnects or times out.
-        """
-        last_progress = monotonic()
-        while not work.operation.is_complete:
-            if self._is_closed:
-                self._failure = work.context.failed("the connection was closed")
-            if self._failure is not None:
-                raise self._failure
-            if self.progress() or self._signals.wait(self.progress):
-                last_progress = monotonic()
-            else:
-                self._failure = self._find_failure(work.context, monotonic() - last_progress)
-
-    def would_complete(self, work: _PendingWork) -> bool:
-        """Return whether `complete` would return, or raise, without blocking."""
-        self.progress()
-        if work.operation.is_complete or self._is_closed:
-            return True
-        if self._failure is None:
-            now = monotonic()
-            if self._no_progress_since is None:
-                self._no_progress_since = now
-            if now - self._last_exit_check >= EXIT_CHECK_SECONDS:
-                self._last_exit_check = now
-                self._failure = self._find_failure(work.context, now - self._no_progress_since)
-        return self._failure is not None
-
-    def _find_failure(
-        self, context: OperationContext, seconds_without_progress: float
-    ) -> PeerError | None:
-        disconnected, exited = (
-            [self.global_ranks[peer] for peer in peers]
-            for peers in self._signals.disconnected_and_exited_peers()
-        )
-        gone = [peer for peer in context.peers if peer in disconnected or peer in exited]
-        # Data that a peer wrote before it disconnected or exited may still complete the operation.
-        if gone and not self.progress():
-            cause = "its process exited" if gone[0] in exited else "the connection was closed"
-            return OperationContext(context.rank, context.name, (gone[0],)).failed(cause)
-        if seconds_without_progress > self.timeout_seconds:
-            return context.timed_out(self.timeout_seconds)
-        return None
+        return self._engine.progress()
 
 
-class _Operation(Protocol):
-    """An operation that progresses without blocking: a collective, a barrier or a message."""
-
-    @property
-    def is_complete(self) -> bool: ...
-
-    def progress(self) -> bool: ...
-
-
-class _PendingWork(Work):
-    def __init__(
-        self,
-        communicator: SharedMemoryCommunicator,
-        operation: _Operation,
-        context: OperationContext,
-    ) -> None:
-        super().__init__()
-        self.operation, self.context = operation, context
-        self._communicator = communicator
-
-    def complete_if_done(self) -> None:
-        if self.operation.is_complete:
-            self._complete()
-
-    def _block(self) -> None:
-        self._communicator.complete(self)
-
-    def _poll(self) -> bool:
-        return self._communicator.would_complete(self)
-
-
-def _total_cores(bootstrap: Communicator) -> int:
+def total_cores(bootstrap: Communicator) -> int:
     """Return the total number of cores available to all ranks. Collective.
 
     Ranks may be pinned to different cores.
