@@ -50,7 +50,7 @@ def run_worker(rank: int, arguments: argparse.Namespace) -> None:
     torch.cuda.set_device(GPU)
     rendezvous = Rendezvous(rank, arguments.workers, "127.0.0.1", arguments.port)
     with connect_shared(rendezvous, GPU, timeout_seconds=120.0) as shared:
-        assert shared._device_group is not None, "the workers cannot share GPU memory"
+        assert shared.shares_memory, "the workers cannot share GPU memory"
         with over_gloo(shared) as gloo:
             transports: dict[str, Communicator] = {"ipc": shared, "gloo": gloo}
             table = [time_size(transports, size, arguments.repeats) for size in SIZES]

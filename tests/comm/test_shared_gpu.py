@@ -128,7 +128,7 @@ class SmallSlots(SharedGpuCommunicator):
     def _connect_group(self) -> DeviceGroup:
         return DeviceGroup(
             self,
-            lambda bootstrap, *sizes: CudaIpcMemory(bootstrap, self._shared_gpu, *sizes),
+            lambda bootstrap, *sizes: CudaIpcMemory(bootstrap, self.shared_gpu, *sizes),
             SLOT_BYTES,
         )
 
@@ -152,13 +152,13 @@ def _connect(
 
 def connect_small(communicator: Communicator) -> SharedGpuCommunicator:
     shared = _connect(communicator, GPU, SmallSlots)
-    assert shared._device_group is not None
+    assert shared.shares_memory
     return shared
 
 
 def connect_large(communicator: Communicator) -> SharedGpuCommunicator:
     shared = _connect(communicator, GPU)
-    assert shared._device_group is not None
+    assert shared.shares_memory
     return shared
 
 

@@ -201,13 +201,18 @@ class SharedGpuCommunicator(TorchCommunicator):
 
     def __init__(self, *arguments: Any, shared_gpu: torch.device, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._shared_gpu = shared_gpu
+        self.shared_gpu = shared_gpu
         self._timeline = timeline_of(shared_gpu)
         self._device_group: DeviceGroup | None = None
         if self.world_size > 1 and is_supported():
             # All ranks get the same error, so all of them use torch.distributed.
             with suppress(RuntimeError, SharedMemoryUnavailableError):
                 self._device_group = self._connect_group()
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether collectives of GPU tensors stay in GPU memory."""
+        return self._device_group is not None
 
     def broadcast(self, tensor: Tensor, root: int, kind: str) -> Work:
         counts = broadcast_counts(tensor, self.rank, self.world_size, root)
@@ -247,7 +252,7 @@ class SharedGpuCommunicator(TorchCommunicator):
     ) -> Work | None:
         """Start a collective in GPU memory; return None if it is not possible for this tensor."""
         group = self._device_group
-        if group is None or tensor.device != self._shared_gpu:
+        if group is None or tensor.device != self.shared_gpu:
             return None
         if tensor.numel() == 0:
             return CompletedWork()
@@ -263,11 +268,11 @@ class SharedGpuCommunicator(TorchCommunicator):
 
     def _connect_group(self) -> DeviceGroup:
         return DeviceGroup(
-            self, lambda bootstrap, *sizes: CudaIpcMemory(bootstrap, self._shared_gpu, *sizes)
+            self, lambda bootstrap, *sizes: CudaIpcMemory(bootstrap, self.shared_gpu, *sizes)
         )
 
     def _options(self) -> dict[str, Any]:
-        return {**super()._options(), "shared_gpu": self._shared_gpu}
+        return {**super()._options(), "shared_gpu": self.shared_gpu}
 
     def _disconnect(self) -> None:
         if self._device_group is not None:

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.comm.background import CommunicationThread
 from paceline.comm.communicator import Communicator, format_ranks
+from paceline.comm.shared_gpu import SharedGpuCommunicator
 from paceline.comm.torch_distributed import TorchCommunicator
 from paceline.config import RunConfig
 from paceline.config.conversion import check_option
@@ -27,6 +28,14 @@ from paceline.strategies.exchange_meter import ExchangeMeter
 from paceline.strategies.gradient_averaging import KIND, GradientAveraging
 from paceline.strategies.replica import Replica
 from paceline.strategies.strategy import Strategy, check_uses_torch
+
+
+def shared_gpu_stream(communicator: Communicator) -> torch.cuda.Stream | None:
+    """Return a stream for exchanges in the memory of a shared GPU; None if there are none."""
+    if isinstance(communicator, SharedGpuCommunicator) and communicator.shares_memory:
+        return torch.cuda.Stream(communicator.shared_gpu)
+    return None
+
 
 DDP_WARMUP_STEPS = 11
 """DDP times its first ten steps with CUDA events that a capture cannot contain."""
@@ -73,6 +82,7 @@ class Ddp(GradientAveraging):
         on_own_gpu = replica.trainable[0].device == self._communicator.gpu
         # The communicator of the background thread times its own transfers.
         self._uses_nccl = on_own_gpu and self._background is None
+        self._side_stream = shared_gpu_stream(self._communicator)
         self.meter = self._meter = ExchangeMeter(replica, self._timeline)
         self._failed = self._is_dry_run = False
         # A codec keeps state per bucket, so the buckets must not change after the first step.
@@ -146,6 +156,8 @@ class Ddp(GradientAveraging):
         interval = self._meter.begin()
         if self._background is not None:
             return self._reduce_in_background(bucket, self._background, interval)
+        if self._side_stream is not None:
+            return self._reduce_on_shared_gpu(gradient, self._side_stream, interval)
         traffic, algorithm = self._communicator.traffic, self.reducer.algorithm
         rank, world = self._communicator.rank, self._communicator.world_size
         size = (world, gradient.numel(), gradient.element_size())
@@ -170,6 +182,19 @@ class Ddp(GradientAveraging):
         started: Future[list[Tensor]] = self._group.allreduce([gradient]).get_future()
         completed: Future[Tensor] = started.then(complete)
         return completed
+
+    def _reduce_on_shared_gpu(
+        self, gradient: Tensor, side_stream: torch.cuda.Stream, interval: Interval
+    ) -> Future[Tensor]:
+        """Use the communicator, because torch's group would copy the gradient to the CPU."""
+        future: Future[Tensor] = Future(devices=[gradient.device])
+        work = self._communicator.all_reduce(gradient, KIND)
+        # The future orders DDP behind the current stream, and the backward pass must not wait.
+        with torch.cuda.stream(side_stream):
+            work.wait()
+            interval.ended = self._timeline.mark()
+            future.set_result(gradient)
+        return future
 
     def _reduce_in_background(
         self, bucket: GradBucket, background: CommunicationThread, interval: Interval
