@@ -381,6 +381,24 @@ class UnmarkedClock(phase_clock.CudaPhaseClock):
     def replayed(self, captured: phase_clock.CapturedMarks) -> None: ...
 
 
+def measure_exchange(bench: Bench) -> Iterator[Row]:
+    """By benchmarks/gpu_exchange.py, which alternates both transports in the same two processes."""
+    file = bench.folder / "exchange.json"
+    command = [sys.executable, str(Path(__file__).with_name("gpu_exchange.py")), f"--json={file}"]
+    subprocess.run(command, stdout=subprocess.DEVNULL, timeout=LIMIT_SECONDS, check=True)
+    measured = json.loads(file.read_text())
+    for row in measured["all_reduce"]:
+        alone = row["alone"]
+        ratios = [one / other for one, other in zip(alone["gloo"], alone["ipc"], strict=True)]
+        spent = {name: 1e3 * statistics.median(seconds) for name, seconds in alone.items()}
+        note = f"{spent['ipc']:.3f} ms through CUDA IPC, {spent['gloo']:.3f} ms through gloo"
+        case = f"{row['bytes'] / 2**20:g} MiB, gloo / IPC"
+        yield Row("exchange", case, ratios, "times", ">= 3", note)
+    for name, seconds in measured["steps"].items():
+        values = [1e3 * each for each in seconds]
+        yield Row("exchange", f"ResNet-18 step, {name}", values, "ms")
+
+
 def measure_startup(bench: Bench) -> Iterator[Row]:
     """Of new processes. The first run fills Python's cache of compiled modules and counts apart."""
     spent: dict[str, list[float]] = {}
@@ -439,6 +457,7 @@ PARTS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "busy": measure_busy,
     "phases": measure_phases,
     "measuring": measure_measuring,
+    "exchange": measure_exchange,
     "startup": measure_startup,
     "checkpoint": measure_checkpoint,
 }
