@@ -322,7 +322,10 @@ def measure_phases(bench: Bench) -> Iterator[Row]:
         ]
         (began, before), (ended, after) = blocks[0], blocks[-1]
         deviation = abs((after - before) / (ended - began) - 1)
-        note = f"over {ended - began:.1f} s, {result['iterations']} iterations"
+        worker = result["workers"][0]
+        step = 1e3 * worker["iteration_seconds"]["median"]
+        between = {name: f"{worker['phases'][name]:.2f} s" for name in ("evaluate", "other")}
+        note = f"over {ended - began:.1f} s, median step {step:.2f} ms, {between}"
         yield Row("phases", variant, [100 * deviation], "%", "<= 1", note)
 
 
