@@ -7,6 +7,7 @@ a report, whatever ends the run.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -45,6 +46,7 @@ from paceline.strategies.replica import Replica
 from paceline.strategies.strategy import Strategy
 from paceline.strategies.sync_batch_norm import convert_sync_batch_norm
 from paceline.training import run_state
+from paceline.training.batch_norm import use_fast_batch_norm
 from paceline.training.checkpoint import Checkpoint, CheckpointStore
 from paceline.training.coordination import StepCoordinator
 from paceline.training.cuda_graph import (
@@ -470,13 +472,23 @@ def _resolve_precision(
     config: RunConfig, prepared: Prepared, context: RankContext, checkpoint: Checkpoint | None
 ) -> Choice:
     model, device = prepared.model, prepared.device
-    # A strategy answers only after its setup; one without its own answer cannot be captured.
-    can_capture = type(prepared.strategy).capture_obstacle is not Strategy.capture_obstacle
-    obstacles = settings_obstacle(config, device), context.communicator.capture_obstacle()
-    backend = CudaGraphBackend() if can_capture and obstacles == (None, None) else None
+    backend = CudaGraphBackend() if _could_capture(config, prepared, context) else None
     measure = GpuStepTimer(config, model, prepared.dataset, device, backend)
     saved = run_state.saved_settings(checkpoint.state) if checkpoint else None
     return resolve(config, model, device, context.communicator, measure, saved)
+
+
+def _could_capture(config: RunConfig, prepared: Prepared, context: RankContext) -> bool:
+    """Return whether steps can probably be captured, if --cuda-graph allows it.
+
+    What depends on it is the same with and without capture, and so are the results.
+    """
+    # A strategy answers only after its setup; one without its own answer cannot be captured.
+    if type(prepared.strategy).capture_obstacle is Strategy.capture_obstacle:
+        return False
+    settings = dataclasses.replace(config, cuda_graph="auto")
+    obstacle = settings_obstacle(settings, prepared.device)
+    return obstacle is None and context.communicator.capture_obstacle() is None
 
 
 def _build_replica(
@@ -488,6 +500,9 @@ def _build_replica(
         model = convert_sync_batch_norm(model, communicator)
     if config.is_channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    # Launching the fast kernels takes Python longer, and a compiled model has its own.
+    if _could_capture(config, prepared, context) and not config.compile:
+        use_fast_batch_norm(model)
     return Replica(
         model=model,
         optimizer=build_optimizer(config, model.parameters()),
