@@ -1,6 +1,6 @@
 """Training on one GPU: speed, exactness, busy share, measuring, start-up and exchange.
 
-    python benchmarks/gpu.py --data-dir DIR [PART ...] [--json FILE]
+    python benchmarks/gpu.py --data-dir DIR [PART[:ROUNDS] ...] [--json FILE]
 
 Parts, all by default, each in less than four minutes:
 
@@ -10,8 +10,8 @@ Parts, all by default, each in less than four minutes:
     equal       whether captured and eager training give the same weights, bit for bit
     resume      the same for a run that was killed and resumed, and one that was not
     small       steps per second of LeNet and an MLP, captured and eager
-    busy        how busy the GPU is with ResNet-18 at batch 128, by NVML and by kernel time
-    phases      largest difference between the phases and the wall time
+    busy        how busy the GPU is with ResNet-18 at batch 128, by NVML and by kernel time, and
+                by how much the phases differ from the wall time
     measuring   step time with and without marks of the phase clock
     exchange    two workers that share the GPU: exchange through CUDA IPC and through gloo
     startup     from the command to the first step of a new process, by part
@@ -35,7 +35,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,8 @@ from paceline.records import read_lines
 SCRIPTS = Path(__file__).parent / "peer_scripts"
 TRAIN_SAMPLES = 50_000
 LIMIT_SECONDS = 200.0
+WINDOWS = 3
+"""Intervals that are timed in a run, the first of them as warm-up."""
 
 RESNET = {
     "model": "resnet18",
@@ -100,6 +102,7 @@ class Bench:
     rounds: int
     batches: Sequence[int]
     variants: Sequence[str]
+    steps: int
     device: str
 
     def train(self, **settings: Any) -> tuple[dict[str, Any], Path]:
@@ -149,45 +152,54 @@ def windows(result: Mapping[str, Any]) -> list[float]:
 
 
 def measure_epochs(bench: Bench) -> Iterator[Row]:
-    """The first window of each run is warm-up; slow variants have shorter windows than an epoch."""
+    """The first window of a run is warm-up. Slow variants have shorter windows than an epoch."""
     spent: dict[tuple[str, int], list[float]] = {}
     notes: dict[tuple[str, int], str] = {}
-    for batch in bench.batches:
-        per_epoch = -(-TRAIN_SAMPLES // batch)
-        for _ in range(bench.rounds):
-            for variant in bench.variants:
-                is_fast = variant in ("default", "compiled")
-                steps = per_epoch if is_fast else min(per_epoch, 200)
-                if variant == USUAL:
-                    found = _usual_windows(bench, batch, steps)
-                else:
+    for _ in range(bench.rounds):
+        for variant in bench.variants:
+            is_fast = variant in ("default", "compiled")
+            steps = {
+                batch: per_epoch(batch) if is_fast else min(per_epoch(batch), bench.steps)
+                for batch in bench.batches
+            }
+            if variant == USUAL:
+                found = _usual_windows(bench, steps)
+            else:
+                found = {}
+                for batch, count in steps.items():
                     result, _ = bench.train(
                         **VARIANTS[variant],
                         batch_size=batch,
-                        iterations=3 * steps,
-                        eval_every=steps,
+                        iterations=WINDOWS * count,
+                        eval_every=count,
                         test_samples=1000,
                     )
-                    found = windows(result)
+                    found[batch] = windows(result)
                     notes[variant, batch] = how(result)
-                values = [seconds * per_epoch / steps for seconds in found]
+            for batch, seconds in found.items():
+                values = [each * per_epoch(batch) / steps[batch] for each in seconds]
                 spent.setdefault((variant, batch), []).extend(values)
                 print(f"# batch {batch}, {variant}: {values}", file=sys.stderr, flush=True)
     for (variant, batch), values in spent.items():
         goal = GOALS.get((variant, batch))
-        case = f"batch {batch}, {variant}"
-        note = notes.get((variant, batch), "")
+        case, note = f"batch {batch}, {variant}", notes.get((variant, batch), "")
         yield Row("epochs", case, values, "s/epoch", f"<= {goal}" if goal else "", note)
 
 
-def _usual_windows(bench: Bench, batch: int, steps: int) -> list[float]:
+def per_epoch(batch: int) -> int:
+    return -(-TRAIN_SAMPLES // batch)
+
+
+def _usual_windows(bench: Bench, steps: Mapping[int, int]) -> dict[int, list[float]]:
     command = [sys.executable, str(SCRIPTS / "train_resnet.py"), f"--data-dir={bench.data_dir}"]
-    command += [f"--batch-size={batch}", f"--steps={steps}", "--windows=3"]
+    command += [f"--windows={WINDOWS}", *(f"{batch}:{count}" for batch, count in steps.items())]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=True
     )
-    seconds: list[float] = json.loads(done.stdout)["seconds"]
-    return seconds[1:]
+    return {
+        batch: json.loads(line)["seconds"][1:]
+        for batch, line in zip(steps, done.stdout.splitlines(), strict=True)
+    }
 
 
 def measure_equal(bench: Bench) -> Iterator[Row]:
@@ -268,11 +280,11 @@ def measure_small(bench: Bench) -> Iterator[Row]:
         for _ in range(bench.rounds):
             for variant, found in rates.items():
                 # As many steps as take about a second.
-                steps = 4000 if variant == "captured" else 1000
+                steps = 4000 if variant == "captured" else 500
                 result, _ = bench.train(
                     model=model,
                     batch_size=64,
-                    iterations=2 * steps,
+                    iterations=WINDOWS * steps,
                     eval_every=steps,
                     test_samples=1000,
                     **(EAGER if variant == "eager" else {}),
@@ -285,70 +297,58 @@ def measure_small(bench: Bench) -> Iterator[Row]:
 
 
 def measure_busy(bench: Bench) -> Iterator[Row]:
+    """Also compares the phases in the events of a rank with the times at which it wrote them."""
     for variant in ("default", "eager"):
-        result, _ = bench.train(
-            **VARIANTS[variant], batch_size=128, epochs=6 if variant == "default" else 2,
-            test_samples=1000, trace=50, eval_every="never", sample_seconds=0.2,
+        iterations = 5 * per_epoch(128) if variant == "default" else 250
+        result, folder = bench.train(
+            **VARIANTS[variant], batch_size=128, iterations=iterations, eval_every="never",
+            test_samples=1000, trace=50, sample_seconds=0.2,
         )  # fmt: skip
         worker, goal = result["workers"][0], ">= 85" if variant == "default" else ""
-        traced = worker["kernel_time"]
-        if traced is None:
-            raise RuntimeError("no kernel was recorded")
-        each = traced["seconds"] / traced["iterations"]
         step = worker["iteration_seconds"]["median"]
-        share = 100 * traced["seconds"] / traced["window_seconds"]
         (gpu, *_) = result["nodes"][0]["gpus"] or [{}]
-        busy = gpu.get("utilisation_percent_training_mean")
-        yield Row("busy", f"{variant}, NVML in training", [busy or 0.0], "%", goal)
-        yield Row("busy", f"{variant}, kernel time, traced", [share], "%", goal)
-        note = f"{1e3 * each:.3f} ms of kernels in a median step of {1e3 * step:.3f} ms"
-        case = f"{variant}, kernel time / step"
-        yield Row("busy", case, [100 * each / step], "%", goal, note)
-
-
-def measure_phases(bench: Bench) -> Iterator[Row]:
-    """Compares the phases in the events of a rank with the times at which they were written."""
-    for variant in ("default", "eager"):
-        result, folder = bench.train(
-            **VARIANTS[variant],
-            batch_size=128,
-            epochs=4 if variant == "default" else 1,
-            test_samples=1000,
-        )
+        if (busy := gpu.get("utilisation_percent_training_mean")) is not None:
+            yield Row("busy", f"{variant}, NVML in training", [busy], "%", goal)
+        if (traced := worker["kernel_time"]) is not None:
+            each = traced["seconds"] / traced["iterations"]
+            share = 100 * traced["seconds"] / traced["window_seconds"]
+            yield Row("busy", f"{variant}, kernel time, traced", [share], "%", goal)
+            note = f"{1e3 * each:.3f} ms of kernels in a median step of {1e3 * step:.3f} ms"
+            case = f"{variant}, kernel time / step"
+            yield Row("busy", case, [100 * each / step], "%", goal, note)
         blocks = [
             (event["time"], sum(event["phases"].values()))
             for event in read_lines(folder / "events-0.jsonl")
             if event.get("event") == "iterations"
         ]
         (began, before), (ended, after) = blocks[0], blocks[-1]
-        deviation = abs((after - before) / (ended - began) - 1)
-        worker = result["workers"][0]
-        step = 1e3 * worker["iteration_seconds"]["median"]
-        between = {name: f"{worker['phases'][name]:.2f} s" for name in ("evaluate", "other")}
-        note = f"over {ended - began:.1f} s, median step {step:.2f} ms, {between}"
-        yield Row("phases", variant, [100 * deviation], "%", "<= 1", note)
+        deviation = 100 * abs((after - before) / (ended - began) - 1)
+        note = f"over {ended - began:.1f} s with {result['iterations']} iterations"
+        yield Row("busy", f"{variant}, phases vs wall time", [deviation], "%", "<= 1", note)
 
 
 def measure_measuring(bench: Bench) -> Iterator[Row]:
-    cases: dict[str, dict[str, Any]] = {
-        "resnet18 batch 32": {"batch_size": 32},
-        "half-width resnet18 batch 32": {"batch_size": 32, "model_options": {"width": "0.5"}},
-    }
-    for case, settings in cases.items():
-        seconds: dict[bool, list[float]] = {True: [], False: []}
-        for _ in range(bench.rounds):
-            for has_marks, found in seconds.items():
-                with _marks(has_marks):
-                    result, _ = bench.train(
-                        **settings, iterations=1200, eval_every=400, test_samples=500
-                    )
-                found.extend(each / 400 for each in windows(result))
-        pairs = zip(seconds[True], seconds[False], strict=True)
-        cost = [100 * (marked / plain - 1) for marked, plain in pairs]
-        step = statistics.median(seconds[False])
-        recorded = 100 * result["measurement_overhead"]["in_loop"]
-        note = f"step of {1e3 * step:.3f} ms without marks; result.json states {recorded:.2f}%"
-        yield Row("measuring", case, cost, "%", "<= 1", note)
+    """In alternation, with a step of about a millisecond."""
+    steps = 500
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(bench.rounds):
+        for has_marks, found in seconds.items():
+            with _marks(has_marks):
+                result, _ = bench.train(
+                    batch_size=32,
+                    model_options={"width": "0.5"},
+                    iterations=WINDOWS * steps,
+                    eval_every=steps,
+                    test_samples=1000,
+                )
+            found.extend(each / steps for each in windows(result))
+            if has_marks:
+                stated = 100 * result["measurement_overhead"]["in_loop"]
+    pairs = zip(seconds[True], seconds[False], strict=True)
+    cost = [100 * (marked / plain - 1) for marked, plain in pairs]
+    step = 1e3 * statistics.median(seconds[False])
+    note = f"step of {step:.3f} ms without marks; result.json states {stated:.2f}%"
+    yield Row("measuring", "marks of the phase clock", cost, "%", "<= 1", note)
 
 
 @contextmanager
@@ -458,7 +458,6 @@ PARTS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "resume": measure_resume,
     "small": measure_small,
     "busy": measure_busy,
-    "phases": measure_phases,
     "measuring": measure_measuring,
     "exchange": measure_exchange,
     "startup": measure_startup,
@@ -475,11 +474,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batches", default="32,128,512")
     parser.add_argument("--variants", default=",".join([*VARIANTS, USUAL]))
+    parser.add_argument("--steps", type=int, default=200, help="in a window of a slow variant")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", type=Path, help="also write all rows to a file")
     arguments = parser.parse_args()
-    unknown = set(arguments.parts) - set(PARTS)
-    if unknown:
+    rounds = {
+        name: int(count or arguments.rounds)
+        for name, _, count in (part.partition(":") for part in arguments.parts or PARTS)
+    }
+    if unknown := set(rounds) - set(PARTS):
         parser.error(f"no part {', '.join(sorted(unknown))}: choose from {', '.join(PARTS)}")
     machine = {"hardware": hardware(), "software": software()}
     gpus = ", ".join(str(gpu["name"]) for gpu in machine["hardware"]["gpus"])
@@ -492,12 +495,13 @@ def main() -> None:
             arguments.rounds,
             [int(size) for size in arguments.batches.split(",")],
             arguments.variants.split(","),
+            arguments.steps,
             arguments.device,
         )
-        for part in arguments.parts or PARTS:
+        for part, count in rounds.items():
             began = time.monotonic()
             try:
-                for row in PARTS[part](bench):
+                for row in PARTS[part](replace(bench, rounds=count)):
                     rows.append(row)
                     print(row.text() + (f"\n{'':11}{row.note}" if row.note else ""), flush=True)
             # One part that fails must not hide the others.

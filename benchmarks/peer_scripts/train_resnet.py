@@ -1,9 +1,10 @@
 """ResNet-18 on CIFAR-10 as many scripts train it: a DataLoader with worker processes that transform
 one image at a time, fp32, and a plain loop.
 
-    python train_resnet.py --data-dir DIR --batch-size 128 --steps 391 --windows 4
+    python train_resnet.py --data-dir DIR --windows 4 32:200 128:391
 
-Prints the seconds of each window of `--steps` steps as JSON; the first one includes warm-up.
+Trains once for each BATCH:STEPS, and prints the seconds of each window of so many steps as a line
+of JSON; the first window includes warm-up.
 """
 
 from __future__ import annotations
@@ -87,29 +88,39 @@ def endless(loader: DataLoader[Any]) -> Iterator[tuple[Tensor, Tensor]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data-dir", type=Path, required=True)
-    parser.add_argument("--batch-size", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=391, help="steps per window")
     parser.add_argument("--windows", type=int, default=4)
     parser.add_argument("--loaders", type=int, default=8, help="processes of the DataLoader")
+    parser.add_argument("sizes", nargs="+", metavar="BATCH:STEPS")
     arguments = parser.parse_args()
+    dataset = Cifar10(arguments.data_dir)
+    for size in arguments.sizes:
+        batch, steps = map(int, size.split(":"))
+        seconds, loss = train(dataset, batch, steps, arguments.windows, arguments.loaders)
+        print(json.dumps({"batch": batch, "seconds": seconds, "loss": loss}), flush=True)
+
+
+def train(
+    dataset: Cifar10, batch: int, steps: int, windows: int, loaders: int
+) -> tuple[list[float], float]:
+    """Return the seconds of each window, and the mean loss of the last."""
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     loader = DataLoader(
-        Cifar10(arguments.data_dir),
-        arguments.batch_size,
+        dataset,
+        batch,
         shuffle=True,
-        num_workers=arguments.loaders,
+        num_workers=loaders,
         pin_memory=device.type == "cuda",
         persistent_workers=True,
     )
     model = resnet18().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
     batches = endless(loader)
-    windows = []
-    for _ in range(arguments.windows):
+    seconds = []
+    for _ in range(windows):
         began = perf_counter()
         total = torch.zeros((), device=device)
-        for _ in range(arguments.steps):
+        for _ in range(steps):
             inputs, labels = next(batches)
             inputs = inputs.to(device, non_blocking=True)
             labels = labels.to(device, non_blocking=True)
@@ -118,9 +129,9 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             total += loss.detach()
-        mean_loss = total.item() / arguments.steps
-        windows.append(perf_counter() - began)
-    print(json.dumps({"seconds": windows, "loss": mean_loss}), flush=True)
+        mean_loss = total.item() / steps
+        seconds.append(perf_counter() - began)
+    return seconds, mean_loss
 
 
 if __name__ == "__main__":
