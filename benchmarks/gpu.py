@@ -92,7 +92,7 @@ class Row:
     def text(self) -> str:
         spec = ",.0f" if self.unit == "steps/s" else ".3g"
         shown = min_max(self.values, spec) if len(self.values) > 1 else f"{self.values[0]:{spec}}"
-        return f"{self.part:<10} {self.case:<29} {shown:<21} {self.unit:<7} {self.goal}".rstrip()
+        return f"{self.part:<10} {self.case:<37} {shown:<18} {self.unit:<7} {self.goal}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -403,10 +403,11 @@ def measure_exchange(bench: Bench) -> Iterator[Row]:
 
 
 def measure_startup(bench: Bench) -> Iterator[Row]:
-    """Of new processes. The first run fills Python's cache of compiled modules and counts apart."""
+    """Of new processes. The first run fills the caches of Python and Triton, and counts apart."""
     spent: dict[str, list[float]] = {}
-    first = 0.0
-    environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(bench.folder / "bytecode")}
+    first: dict[str, float] = {}
+    caches = {"PYTHONPYCACHEPREFIX": "bytecode", "TRITON_CACHE_DIR": "triton"}
+    environment = {**os.environ, **{key: str(bench.folder / it) for key, it in caches.items()}}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     for number in range(bench.rounds + 1):
         name = f"cold-{number}"
@@ -427,15 +428,16 @@ def measure_startup(bench: Bench) -> Iterator[Row]:
         parts["to the first step"] = sum(parts.values())
         parts["first step"] = worker["iteration_seconds"]["first"]
         parts["capturing"] = graph_of(result)["capture_seconds"]
-        parts["whole command, 40 steps"] = whole
+        parts["whole command"] = whole
         if not number:
-            first = parts["to the first step"]
+            first = parts
             continue
         for part, seconds in parts.items():
             spent.setdefault(part, []).append(seconds)
     for part, values in spent.items():
         yield Row("startup", part, values, "s")
-    yield Row("startup", "to the first step, no bytecode", [first], "s")
+    for part in ("to the first step", "first step", "whole command"):
+        yield Row("startup", f"{part}, empty caches", [first[part]], "s")
 
 
 def measure_checkpoint(bench: Bench) -> Iterator[Row]:
