@@ -36,6 +36,20 @@ def sum_kernel(x, sums, rows, channels, rows_each, block: tl.constexpr):
 
 
 @triton.jit
+def add_up(sums, column, channels, programs, block: tl.constexpr):
+    """Return both sums of all programs, per channel."""
+    first = tl.zeros((block, CHANNELS), tl.float32)
+    second = tl.zeros((block, CHANNELS), tl.float32)
+    for start in range(0, programs, block):
+        program = start + tl.arange(0, block)
+        mask = (program < programs)[:, None] & (column < channels)[None, :]
+        at = sums + program[:, None] * 2 * channels + column[None, :]
+        first += tl.load(at, mask=mask, other=0.0)
+        second += tl.load(at + channels, mask=mask, other=0.0)
+    return tl.sum(first, 0), tl.sum(second, 0)
+
+
+@triton.jit
 def statistics_kernel(
     x, sums, mean_out, invstd_out, running_mean, running_var, batches,
     rows, channels, programs, eps, momentum, block: tl.constexpr,
@@ -43,16 +57,9 @@ def statistics_kernel(
     """Mean and inverse standard deviation, and the running statistics."""
     column = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     is_channel = column < channels
-    total = tl.zeros((block, CHANNELS), tl.float32)
-    squares = tl.zeros((block, CHANNELS), tl.float32)
-    for start in range(0, programs, block):
-        program = start + tl.arange(0, block)
-        mask = (program < programs)[:, None] & is_channel[None, :]
-        at = sums + program[:, None] * 2 * channels + column[None, :]
-        total += tl.load(at, mask=mask, other=0.0)
-        squares += tl.load(at + channels, mask=mask, other=0.0)
-    distance = tl.sum(total, 0) / rows
-    variance = tl.maximum(tl.sum(squares, 0) / rows - distance * distance, 0.0)
+    total, squares = add_up(sums, column, channels, programs, block)
+    distance = total / rows
+    variance = tl.maximum(squares / rows - distance * distance, 0.0)
     first = tl.load(x + column, mask=is_channel, other=0.0).to(tl.float32)
     mean = first + distance
     tl.store(mean_out + column, mean, mask=is_channel)
@@ -116,16 +123,9 @@ def gradient_total_kernel(
 ):  # fmt: skip
     column = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     is_channel = column < channels
-    total = tl.zeros((block, CHANNELS), tl.float32)
-    products = tl.zeros((block, CHANNELS), tl.float32)
-    for start in range(0, programs, block):
-        program = start + tl.arange(0, block)
-        mask = (program < programs)[:, None] & is_channel[None, :]
-        at = sums + program[:, None] * 2 * channels + column[None, :]
-        total += tl.load(at, mask=mask, other=0.0)
-        products += tl.load(at + channels, mask=mask, other=0.0)
-    tl.store(bias_gradient + column, tl.sum(total, 0), mask=is_channel)
-    tl.store(weight_gradient + column, tl.sum(products, 0), mask=is_channel)
+    total, products = add_up(sums, column, channels, programs, block)
+    tl.store(bias_gradient + column, total, mask=is_channel)
+    tl.store(weight_gradient + column, products, mask=is_channel)
 
 
 @triton.jit
