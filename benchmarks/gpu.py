@@ -92,7 +92,7 @@ class Row:
     def text(self) -> str:
         spec = ",.0f" if self.unit == "steps/s" else ".3g"
         shown = min_max(self.values, spec) if len(self.values) > 1 else f"{self.values[0]:{spec}}"
-        return f"{self.part:<10} {self.case:<37} {shown:<18} {self.unit:<7} {self.goal}".rstrip()
+        return f"{self.part:<10} {self.case:<33} {shown:<18} {self.unit:<7} {self.goal}".rstrip()
 
 
 @dataclass(frozen=True)
