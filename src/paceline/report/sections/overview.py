@@ -195,21 +195,19 @@ def configuration(context: SectionContext) -> Iterator[Block]:
 
 
 def _numerics(groups: Sequence[RunGroup]) -> Iterator[Block]:
-    """Precision and memory format of each configuration with the deciding times, and graphs."""
-    rows = []
+    """Precision and memory format of each configuration, and whether its steps were captured."""
+    formats, graphs = [], []
     for group in groups:
         shown = (run.numerics for run in group.runs if shows_numerics(run.numerics))
-        texts = dict.fromkeys(numerics_text(one) for one in shown)
-        graphs = dict.fromkeys(
-            cuda_graph_text(run.cuda_graph) for run in group.runs if run.cuda_graph
-        )
-        if texts or graphs:
-            rows.append((group.label, "; ".join(texts) or "-", "; ".join(graphs) or "-"))
-    if any(graphs != "-" for *_, graphs in rows):
-        yield Table(("configuration", "precision and memory format", "CUDA graphs"), rows, 3)
-    elif rows:
-        shortened = [(label, text) for label, text, _ in rows]
-        yield Table(("configuration", "precision and memory format"), shortened, 2)
+        if texts := dict.fromkeys(map(numerics_text, shown)):
+            formats.append((group.label, "; ".join(texts)))
+        captured = (run.cuda_graph for run in group.runs if run.cuda_graph)
+        if texts := dict.fromkeys(map(cuda_graph_text, captured)):
+            graphs.append((group.label, "; ".join(texts)))
+    if formats:
+        yield Table(("configuration", "precision and memory format"), formats, 2)
+    if graphs:
+        yield Table(("configuration", "CUDA graphs"), graphs, 2)
 
 
 def _setting_column(name: str) -> Column[RunGroup]:
