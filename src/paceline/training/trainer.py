@@ -164,7 +164,11 @@ def run_worker(
         stack.enter_context(side_stream(prepared.device))
         clock = clock_for(prepared.device, clock)
         clock.startup.enter("precision")
-        choice = _resolve_precision(config, prepared, context, checkpoint)
+        could_capture = _could_capture(config, prepared, context)
+        # Launching the fast kernels takes Python longer, and a compiled model has its own.
+        if could_capture and not config.compile:
+            use_fast_batch_norm(prepared.model)
+        choice = _resolve_precision(config, prepared, context, checkpoint, could_capture)
         clock.startup.enter("model")
         trainer = Trainer(config, choice, folder, prepared, context, checkpoint, display, clock)
         stack.enter_context(contextlib.closing(trainer.logger))
@@ -469,10 +473,14 @@ def _open_tensorboard(
 
 
 def _resolve_precision(
-    config: RunConfig, prepared: Prepared, context: RankContext, checkpoint: Checkpoint | None
+    config: RunConfig,
+    prepared: Prepared,
+    context: RankContext,
+    checkpoint: Checkpoint | None,
+    could_capture: bool,
 ) -> Choice:
     model, device = prepared.model, prepared.device
-    backend = CudaGraphBackend() if _could_capture(config, prepared, context) else None
+    backend = CudaGraphBackend() if could_capture else None
     measure = GpuStepTimer(config, model, prepared.dataset, device, backend)
     saved = run_state.saved_settings(checkpoint.state) if checkpoint else None
     return resolve(config, model, device, context.communicator, measure, saved)
@@ -500,9 +508,6 @@ def _build_replica(
         model = convert_sync_batch_norm(model, communicator)
     if config.is_channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    # Launching the fast kernels takes Python longer, and a compiled model has its own.
-    if _could_capture(config, prepared, context) and not config.compile:
-        use_fast_batch_norm(model)
     return Replica(
         model=model,
         optimizer=build_optimizer(config, model.parameters()),
