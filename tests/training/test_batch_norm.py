@@ -47,6 +47,26 @@ def test_unsupported_inputs_use_the_layer_of_torch(training: bool) -> None:
         assert torch.equal(converted.state_dict()[name], value), name
 
 
+def test_kernels_that_cannot_be_built_are_replaced_by_those_of_torch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    attempts = []
+
+    def fail(*_: object) -> Tensor:
+        attempts.append(1)
+        raise RuntimeError("no C compiler")
+
+    monkeypatch.setattr(FastBatchNorm2d, "_is_supported", lambda *_: True)
+    monkeypatch.setattr(FastBatchNorm2d, "_normalize", fail)
+    original = layer(4)
+    converted = fast(original)
+    inputs = torch.randn(6, 4, 3, 3)
+    for _ in range(2):
+        assert torch.equal(converted(inputs), original(inputs))
+    assert len(attempts) == 1
+    assert "no C compiler" in caplog.text
+
+
 def test_layers_are_converted_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     class Own(nn.BatchNorm2d): ...
 

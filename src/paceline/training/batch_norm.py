@@ -7,10 +7,16 @@ several times as long as reading and writing the memory. The Triton kernels here
 from __future__ import annotations
 
 import importlib.util
+import logging
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from paceline.errors import error_line
+from paceline.measure.timeline import is_capturing
+
+logger = logging.getLogger("paceline")
 
 _TILE_ROWS = 64
 _SUM_TILE_ROWS = 32
@@ -41,8 +47,21 @@ def use_fast_batch_norm(model: nn.Module) -> bool:
 class FastBatchNorm2d(nn.BatchNorm2d):
     """A BatchNorm2d that normalizes by Triton kernels where they support its input."""
 
+    is_fast = True
+    """False after the kernels could not be built, for example without a C compiler."""
+
     def forward(self, input: Tensor) -> Tensor:
-        return self._normalize(input) if self._is_supported(input) else super().forward(input)
+        if self.is_fast and self._is_supported(input):
+            try:
+                return self._normalize(input)
+            except Exception as error:
+                # A capture follows steps that have built the kernels.
+                if isinstance(error, torch.OutOfMemoryError) or is_capturing():
+                    raise
+                # Nothing was computed: the first kernel builds like the others.
+                self.is_fast = False
+                logger.warning("batch norm uses torch's kernels: %s", error_line(error))
+        return super().forward(input)
 
     def _is_supported(self, input: Tensor) -> bool:
         return (
