@@ -6,14 +6,12 @@ principal components of patches of the training set (as in arXiv 2404.00498).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline.models.build import Width, image_shape, scaled
+from paceline.models.fused_norm import norm_gelu
 
 PATCH = 2
 MIN_SIDE = 17
@@ -46,7 +44,7 @@ class WhitenedCNN(nn.Module):
         nn.init.zeros_(self.whiten.bias)
         self.blocks = nn.Sequential(
             *(
-                _block(inputs, outputs)
+                _Block(inputs, outputs)
                 for inputs, outputs in zip([whitened, *widths], widths, strict=False)
             )
         )
@@ -76,64 +74,19 @@ def _principal_components(images: Tensor) -> tuple[Tensor, Tensor]:
     return variances.flip(0), vectors.T.flip(0)
 
 
-def _block(inputs: int, outputs: int) -> nn.Module:
+class _Block(nn.Module):
     """Two convolutions; the image is halved after the first."""
-    return nn.Sequential(
-        _convolution(inputs, outputs),
-        HalvingMaxPool(),
-        *_normalized(outputs),
-        _convolution(outputs, outputs),
-        *_normalized(outputs),
-    )
 
-
-class HalvingMaxPool(nn.Module):
-    """Max pooling over 2x2 pixels; an odd last row or column is dropped."""
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.first = _convolution(inputs, outputs)
+        self.first_norm = _norm(outputs)
+        self.second = _convolution(outputs, outputs)
+        self.second_norm = _norm(outputs)
 
     def forward(self, images: Tensor) -> Tensor:
-        if not images.is_cuda:
-            return F.max_pool2d(images, 2)
-        # torch's kernels for channels-last images took a third of a training step.
-        pooled: Tensor = MaxOfPatches.apply(images)  # type: ignore[no-untyped-call]
-        return pooled
-
-
-class MaxOfPatches(torch.autograd.Function):
-    """2x2 max pooling by elementwise operations; every maximum of a patch gets the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, images: Tensor) -> Tensor:
-        height, width = (length // 2 * 2 for length in images.shape[2:])
-        top, bottom = (
-            torch.maximum(
-                images[:, :, row:height:2, 0:width:2], images[:, :, row:height:2, 1:width:2]
-            )
-            for row in (0, 1)
-        )
-        pooled = torch.maximum(top, bottom)
-        ctx.save_for_backward(images, pooled)
-        return pooled
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        images: Tensor
-        images, pooled = ctx.saved_tensors
-        height, width = (length // 2 * 2 for length in images.shape[2:])
-        result = torch.empty_like(images)
-        result[:, :, height:] = 0
-        result[:, :, :, width:] = 0
-
-        def patches(tensor: Tensor) -> Tensor:
-            inside = tensor[:, :, :height, :width]
-            split: Tensor = inside.unflatten(3, (-1, 2)).unflatten(2, (-1, 2))
-            return split
-
-        def per_patch(tensor: Tensor) -> Tensor:
-            return tensor.unsqueeze(4).unsqueeze(3)
-
-        is_maximum = patches(images) == per_patch(pooled)
-        torch.mul(is_maximum, per_patch(gradient), out=patches(result))
-        return result
+        halved = norm_gelu(self.first(images), self.first_norm, pools=True)
+        return norm_gelu(self.second(halved), self.second_norm, pools=False)
 
 
 def _convolution(inputs: int, outputs: int) -> nn.Conv2d:
@@ -144,9 +97,8 @@ def _convolution(inputs: int, outputs: int) -> nn.Conv2d:
     return convolution
 
 
-def _normalized(channels: int) -> Iterator[nn.Module]:
+def _norm(channels: int) -> nn.BatchNorm2d:
     norm = nn.BatchNorm2d(channels, momentum=STATISTICS_MOMENTUM)
     # The next layer can learn the scale; a fixed one trains faster.
     norm.weight.requires_grad_(False)
-    yield norm
-    yield nn.GELU()
+    return norm
