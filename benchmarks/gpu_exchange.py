@@ -31,7 +31,7 @@ from paceline.comm.torch_distributed import TorchCommunicator
 from paceline.models.build import build_model
 
 SIZES = tuple(2**power for power in (12, 14, 16, 18, 20, 22, 24, 26))
-PIPELINED = 8
+PIPELINED = 4
 GPU = torch.device("cuda", 0)
 
 

@@ -68,7 +68,6 @@ def train(communicator: Communicator, name: str, options: dict[str, str], *, gra
     [
         ("allreduce", {}),
         ("overlap", {"bucket_mib": "0.25"}),
-        ("overlap", {}),
         ("ddp", {"bucket_mib": "0.25"}),
         ("local_sgd", {"every": "3"}),
     ],

@@ -114,7 +114,9 @@ class CudaIpcMemory:
             self._stream.wait_event(events[event])
 
     def close(self) -> None:
-        self.slots, self._peer_events = [], []
+        self.slots, self._events, self._peer_events = [], [], []
+        # Also what peers have released; otherwise torch's counters of them remain in /dev/shm.
+        torch.cuda.ipc_collect()
 
 
 def _map_memory(exported: list[Any], device: torch.device) -> Tensor:

@@ -263,6 +263,7 @@ class Overlap(GradientAveraging):
             self._resize(tuner.bucket_mib)
 
     def finish(self) -> None:
+        self._meter.settle()
         for hook in self._hooks:
             hook.remove()
         # Closing a connection causes errors on peers that are still receiving.
