@@ -73,7 +73,7 @@ def test_sums_are_in_rank_order(pool: WorkerPool) -> None:
 
 
 class Unavailable(SharedGpuCommunicator):
-    def _connect_group(self) -> DeviceGroup:
+    def _connect_group(self, bootstrap: Communicator) -> DeviceGroup:
         raise RuntimeError("the workers use different GPUs")
 
 
@@ -113,8 +113,20 @@ def test_killed_peer_is_an_error() -> None:
     assert lost[0].value == "rank 0: all_reduce with rank 1: its process exited"
 
 
+def connected_once(communicator: Communicator) -> tuple[bool, bool]:
+    with fake_device_memory.connect(communicator) as shared:
+        shared.barrier().wait()
+        return shared.shares_memory, shared._background is None
+
+
+def test_connecting_does_not_duplicate_the_communicator(pool: WorkerPool) -> None:
+    """A duplicate would connect in turn, and so on."""
+    assert pool.run(2, connected_once) == [(True, True)] * 2
+
+
 def obstacle(communicator: Communicator) -> str | None:
     with fake_device_memory.connect(communicator) as shared:
+        shared.barrier().wait()
         return shared.capture_obstacle()
 
 
@@ -125,10 +137,10 @@ def test_exchange_on_a_shared_gpu_is_not_captured(pool: WorkerPool) -> None:
 class SmallSlots(SharedGpuCommunicator):
     """Needs several rounds for most tensors."""
 
-    def _connect_group(self) -> DeviceGroup:
+    def _connect_group(self, bootstrap: Communicator) -> DeviceGroup:
         return DeviceGroup(
-            self,
-            lambda bootstrap, *sizes: CudaIpcMemory(bootstrap, self.shared_gpu, *sizes),
+            bootstrap,
+            lambda each, *sizes: CudaIpcMemory(each, self.shared_gpu, *sizes),
             SLOT_BYTES,
         )
 

@@ -60,15 +60,21 @@ class FakeDeviceMemory:
         for peer in self._peers:
             assert peer[event] == self._own[event], "waits for the event of another round"
 
-    def close(self) -> None:
-        self._slots = []
+    def is_idle(self) -> bool:
+        return True
+
+    def unmap_peers(self) -> None:
+        self._slots.clear()
+
+    def free(self) -> None:
+        return
 
 
 class FakeSharedGpuCommunicator(SharedGpuCommunicator):
     """CPU tensors stand in for GPU tensors."""
 
-    def _connect_group(self) -> DeviceGroup:
-        return DeviceGroup(self, FakeDeviceMemory, SLOT_BYTES)
+    def _connect_group(self, bootstrap: Communicator) -> DeviceGroup:
+        return DeviceGroup(bootstrap, FakeDeviceMemory, SLOT_BYTES)
 
 
 def connect(communicator: Communicator) -> FakeSharedGpuCommunicator:

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm import in_process
+from paceline.comm.communicator import Communicator
+from paceline.comm.objects import first_value
 from paceline.config import RunConfig
 from paceline.config.parsing import from_mapping
 from paceline.data.loading import load_dataset
@@ -289,6 +291,23 @@ def test_failed_capture_may_end_the_run() -> None:
     graphs = GraphCache(RecordingBackend(), [], warmup=0, on_failure=fail)
     with pytest.raises(StopError, match="reads a value"):
         graphs.run("step", lambda: torch.ones(1) * float(torch.ones(1)))
+
+
+def test_ranks_capture_together_or_not_at_all() -> None:
+    def train(communicator: Communicator) -> tuple[bool, str | None, list[float]]:
+        def step() -> torch.Tensor:
+            factor = float(torch.ones(1)) if communicator.rank == 1 else 1.0
+            return torch.ones(1) * factor
+
+        agree = partial(first_value, communicator)
+        graphs = GraphCache(RecordingBackend(), [], warmup=0, agree=agree)
+        losses = [float(graphs.run("step", step)) for _ in range(3)]
+        return graphs.report.captured, graphs.report.reason, losses
+
+    outcomes = in_process.run(3, train)
+    assert [losses for *_, losses in outcomes] == [[1.0] * 3] * 3
+    assert not any(captured for captured, *_ in outcomes)
+    assert len({reason for _, reason, _ in outcomes}) == 1
 
 
 def test_recorder_rejects_what_a_cuda_graph_cannot_contain() -> None:

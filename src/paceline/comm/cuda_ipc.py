@@ -10,8 +10,10 @@ what they have submitted (shm/collectives.py).
 from __future__ import annotations
 
 import base64
+import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -47,8 +49,14 @@ class DeviceMemory(Protocol):
     def wait_for_peers(self, event: int) -> None:
         """Order the stream behind this event of all other ranks, which have recorded it."""
 
-    def close(self) -> None:
-        """Unmap the memory of the other ranks."""
+    def is_idle(self) -> bool:
+        """Return whether the device has done all work of the stream."""
+
+    def unmap_peers(self) -> None:
+        """Unmap the memory of the other ranks, while the stream is idle."""
+
+    def free(self) -> None:
+        """Free the memory of this rank, after all others have unmapped it."""
 
 
 class CudaIpcMemory:
@@ -60,17 +68,16 @@ class CudaIpcMemory:
         self, bootstrap: Communicator, device: torch.device, size_bytes: int, events: int
     ) -> None:
         """Raises RuntimeError on all ranks if they cannot share memory on one GPU."""
-        self._device, self._rank = device, bootstrap.rank
-        self._stream = torch.cuda.Stream(device)
+        self._device = device
+        self._own: Tensor | None = None
+        self._events: list[torch.cuda.Event] = []
+        self._peer_events: list[list[torch.cuda.Event]] = []
+        self.slots = []
         failure, exported = None, []
         try:
-            own = torch.empty(size_bytes, dtype=torch.uint8, device=device)
-            self._events = [torch.cuda.Event(interprocess=True) for _ in range(events)]
-            exported = [
-                str(torch.cuda.get_device_properties(device).uuid),
-                _encode(own.untyped_storage()._share_cuda_()),
-                [_encode((event.ipc_handle(),)) for event in self._events],
-            ]
+            with torch.cuda.device(device):
+                self._stream = torch.cuda.Stream(device)
+                exported = self._export(size_bytes, events)
         except RuntimeError as error:
             failure = str(error).splitlines()[0]
         ranks = broadcast_json(bootstrap, gather_json(bootstrap, [failure, exported]))
@@ -78,18 +85,34 @@ class CudaIpcMemory:
         if len({uuid for _, (uuid, *_) in ranks}) > 1:
             raise RuntimeError("the workers use different GPUs")
         try:
-            self.slots = [
-                own if rank == bootstrap.rank else _map_memory(memory, device)
-                for rank, (_, (_, memory, _)) in enumerate(ranks)
-            ]
-            self._peer_events = [
-                [torch.cuda.Event.from_ipc_handle(device, *_decode(each)) for each in handles]
-                for rank, (_, (_, _, handles)) in enumerate(ranks)
-                if rank != bootstrap.rank
-            ]
+            with torch.cuda.device(device):
+                self._map([exported for _, exported in ranks], bootstrap.rank)
         except RuntimeError as error:
             failure = str(error).splitlines()[0]
         _raise_first(broadcast_json(bootstrap, gather_json(bootstrap, failure)))
+        self._last = torch.cuda.Event()
+        _in_use.add(id(self))
+
+    def _export(self, size_bytes: int, events: int) -> list[Any]:
+        """Allocate memory and events; return what other processes need to map them."""
+        self._own = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
+        self._events = [torch.cuda.Event(interprocess=True) for _ in range(events)]
+        return [
+            str(torch.cuda.get_device_properties(self._device).uuid),
+            _encode(self._own.untyped_storage()._share_cuda_()),
+            [_encode((event.ipc_handle(),)) for event in self._events],
+        ]
+
+    def _map(self, ranks: list[list[Any]], own_rank: int) -> None:
+        for rank, (_, memory, handles) in enumerate(ranks):
+            if rank == own_rank:
+                assert self._own is not None
+                self.slots.append(self._own)
+                continue
+            self.slots.append(_map_memory(memory, self._device))
+            self._peer_events.append(
+                [torch.cuda.Event.from_ipc_handle(self._device, *_decode(each)) for each in handles]
+            )
 
     def stream(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._stream)
@@ -102,7 +125,7 @@ class CudaIpcMemory:
         torch.cuda.current_stream(self._device).wait_event(moment)
 
     def mark(self) -> Moment:
-        event = torch.cuda.Event(enable_timing=True)
+        event = self._last = torch.cuda.Event(enable_timing=True)
         event.record(self._stream)
         return event
 
@@ -113,10 +136,33 @@ class CudaIpcMemory:
         for events in self._peer_events:
             self._stream.wait_event(events[event])
 
-    def close(self) -> None:
-        self.slots, self._events, self._peer_events = [], [], []
-        # Also what peers have released; otherwise torch's counters of them remain in /dev/shm.
+    def is_idle(self) -> bool:
+        return bool(self._last.query())
+
+    def unmap_peers(self) -> None:
+        # In place, because the buffers of collectives use the list too.
+        self.slots.clear()
+        self._peer_events.clear()
+
+    def free(self) -> None:
+        self._own = None
+        self._events.clear()
+        # Removes torch's file of reference counts from /dev/shm.
         torch.cuda.ipc_collect()
+        _in_use.discard(id(self))
+        if not _in_use:
+            _unlink_files_of_events()
+
+
+_in_use: set[int] = set()
+"""Objects of this process whose events other processes may still open."""
+
+
+def _unlink_files_of_events() -> None:
+    """Unlink the files of interprocess events, which CUDA does only if a process exits normally."""
+    for path in Path("/dev/shm").glob(f"cuda.shm.*.{os.getpid():x}.*"):
+        with suppress(OSError):
+            path.unlink()
 
 
 def _map_memory(exported: list[Any], device: torch.device) -> Tensor:

@@ -33,6 +33,12 @@ def gather_json(communicator: Communicator, value: Any) -> list[Any] | None:
     return None if payloads is None else [_decode(payload) for payload in payloads]
 
 
+def first_value(communicator: Communicator, value: Any) -> Any:
+    """Return the value of the first rank whose value is not None, on all ranks. Collective."""
+    values = gather_json(communicator, value)
+    return broadcast_json(communicator, next((each for each in values or [] if each), None))
+
+
 def gather_bytes(communicator: Communicator, payload: Tensor, kind: str) -> list[Tensor] | None:
     """Return the bytes of all ranks, by rank, on rank 0; None on other ranks. Collective.
 

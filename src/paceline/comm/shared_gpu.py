@@ -14,10 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from time import monotonic, sleep
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch does not export it
 
 from paceline.comm.buffers import StagingBuffer
 from paceline.comm.communicator import (
@@ -49,6 +51,8 @@ from paceline.comm.work import CompletedWork, Work
 from paceline.errors import PeerError, SharedMemoryUnavailableError
 from paceline.measure.timeline import Moment, timeline_of
 
+CLOSING_SECONDS = 2.0
+CLOSING_POLL_SECONDS = 0.001
 SLOT_BYTES = 32 * 2**20
 """Each rank has `SLOTS` of them in each communicator that transfers GPU tensors."""
 
@@ -132,13 +136,17 @@ class DeviceGroup:
             [FutexSignals.size_bytes(world_size), world_size * CACHE_LINE_BYTES]
         )
         segment = SharedSegment(bootstrap, size_bytes)
-        futex = FutexSignals(segment, signals, rank, world_size, total_cores(bootstrap))
-        self._engine = ProgressEngine(futex, bootstrap.timeout_seconds, bootstrap.global_ranks)
-        self.buffers = DeviceBuffers(
-            segment, counters, rank, world_size, slot_bytes, futex.notify_all, self.memory
+        self._signals = FutexSignals(segment, signals, rank, world_size, total_cores(bootstrap))
+        notify_all = self._signals.notify_all
+        self._engine = ProgressEngine(
+            self._signals, bootstrap.timeout_seconds, bootstrap.global_ranks
         )
+        self.buffers = DeviceBuffers(
+            segment, counters, rank, world_size, slot_bytes, notify_all, self.memory
+        )
+        self._is_closed = False
         bootstrap.barrier().wait()
-        futex.watch_peers()
+        self._signals.watch_peers()
 
     def start(self, collective: Collective, context: OperationContext) -> Work:
         self._engine.check(context)
@@ -147,8 +155,32 @@ class DeviceGroup:
         return _DeviceWork(self._engine.start(operation, context), operation, self.memory)
 
     def close(self) -> None:
+        """Release the memory, unless the device may wait forever for a peer that has exited."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        is_clean = not self._engine.has_failed and _wait_until(self.memory.is_idle)
+        if is_clean:
+            self.buffers.forget_slots()
+            self.memory.unmap_peers()
         self._engine.close()
-        self.memory.close()
+        if is_clean and _wait_until(lambda: self._signals.have_all_disconnected):
+            self.memory.free()
+        else:
+            _abandoned.append(self.memory)
+
+
+_abandoned: list[DeviceMemory] = []
+"""Memory that was not released; it is freed when the process exits."""
+
+
+def _wait_until(condition: Callable[[], bool]) -> bool:
+    deadline = monotonic() + CLOSING_SECONDS
+    while not condition():
+        if monotonic() > deadline:
+            return False
+        sleep(CLOSING_POLL_SECONDS)
+    return True
 
 
 class _DeviceOperation:
@@ -205,9 +237,7 @@ class SharedGpuCommunicator(TorchCommunicator):
         self._timeline = timeline_of(shared_gpu)
         self._device_group: DeviceGroup | None = None
         if self.world_size > 1 and is_supported():
-            # All ranks get the same error, so all of them use torch.distributed.
-            with suppress(RuntimeError, SharedMemoryUnavailableError):
-                self._device_group = self._connect_group()
+            self._device_group = self._connect()
 
     @property
     def shares_memory(self) -> bool:
@@ -266,9 +296,26 @@ class SharedGpuCommunicator(TorchCommunicator):
             raise
         return self.track_transfer(work, transfer).on_success(staged.copy_back)
 
-    def _connect_group(self) -> DeviceGroup:
+    def _connect(self) -> DeviceGroup | None:
+        group = None
+        # Not this communicator, whose duplicates would connect in turn.
+        with TorchCommunicator(
+            PrefixStore("shared_gpu", self._store),
+            self.rank,
+            self.world_size,
+            address=self._address,
+            timeout_seconds=self.timeout_seconds,
+            global_ranks=self.global_ranks,
+        ) as bootstrap:
+            # All ranks get the same error, so all of them use torch.distributed.
+            with suppress(RuntimeError, SharedMemoryUnavailableError):
+                group = self._connect_group(bootstrap)
+            self.barrier().wait()
+        return group
+
+    def _connect_group(self, bootstrap: Communicator) -> DeviceGroup:
         return DeviceGroup(
-            self, lambda bootstrap, *sizes: CudaIpcMemory(bootstrap, self.shared_gpu, *sizes)
+            bootstrap, lambda each, *sizes: CudaIpcMemory(each, self.shared_gpu, *sizes)
         )
 
     def _options(self) -> dict[str, Any]:

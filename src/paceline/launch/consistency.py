@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from paceline.comm.communicator import Communicator
-from paceline.comm.objects import broadcast_json, gather_json
+from paceline.comm.objects import broadcast_json, first_value
 from paceline.config import RunConfig, fields, flag_of
 from paceline.errors import ConfigError, UsageError
 from paceline.records import LOCATION_FIELDS
@@ -53,8 +53,7 @@ def run_collectively(communicator: Communicator, action: Callable[[], T]) -> T:
         result = action()
     except UsageError as error:
         message = str(error)
-    messages = gather_json(communicator, message)
-    first = broadcast_json(communicator, next(filter(None, messages or []), None))
+    first = first_value(communicator, message)
     if first is not None:
         raise ConfigError.from_text(first)
     return result  # type: ignore[return-value]  # the action succeeded on all ranks

@@ -177,17 +177,20 @@ class GraphCache:
         copies: int = COPIES,
         is_warm: Callable[[], bool] = lambda: True,
         model: nn.Module | None = None,
+        agree: Callable[[str | None], str | None] = lambda reason: reason,
         on_failure: Callable[[str], None] | None = None,
     ) -> None:
         """`on_failure` gets the reason after a failed capture; unless it raises, calls run eagerly.
 
         `model` is the model that the functions run, to notice what a graph would not repeat.
+        `agree` returns why a capture failed on any rank: NCCL requires that all ranks replay an
+        operation or none.
         """
         self.report = CaptureReport(reason="the run ended before the warm-up")
         self._backend, self._observers = backend, observers
         self._warmup, self._copies, self._is_warm = warmup, copies, is_warm
         self._model = model
-        self._on_failure = on_failure
+        self._agree, self._on_failure = agree, on_failure
         self._functions: dict[Hashable, _Function] = {}
         self._last: _Function | None = None
         self._is_enabled = True
@@ -232,6 +235,7 @@ class GraphCache:
             changed = state.changed()
         except Exception as error:  # noqa: BLE001 - the step can run eagerly instead
             changed = error_line(error)
+        changed = self._agree(changed)
         if changed is not None:
             state.restore()
             self._give_up(changed)

@@ -11,6 +11,7 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from paceline.comm.communicator import Communicator
 from paceline.comm.connection import Connection
+from paceline.comm.objects import first_value
 from paceline.comm.rank_info import RankInfo
 from paceline.config import RunConfig
 from paceline.data.dataset import Dataset
@@ -324,6 +326,7 @@ class Trainer:
             warmup=strategy.warmup_steps,
             is_warm=strategy.is_warm,
             model=self.replica.model,
+            agree=partial(first_value, self.replica.communicator),
             on_failure=self._continue_eagerly,
         )
         self.capture_report = step_graphs.report

@@ -88,6 +88,10 @@ class CollectiveBuffers:
             self._views[key] = self._memory[rank][begin : begin + self.slot_bytes].view(dtype)
         return self._views[key]
 
+    def forget_slots(self) -> None:
+        """Drop the views of the slots, so that their memory can be released."""
+        self._views.clear()
+
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy between flat tensors, up to the size of the smaller one."""
         memcpy(target, source)

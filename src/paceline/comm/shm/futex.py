@@ -179,6 +179,11 @@ class FutexSignals:
         for descriptor in descriptors:
             os.close(descriptor)
 
+    @property
+    def have_all_disconnected(self) -> bool:
+        """Whether all peers have disconnected."""
+        return all(self._lines[line + _DISCONNECTED] for _, line in self._peers)
+
     def disconnected_and_exited_peers(self) -> tuple[Sequence[int], Sequence[int]]:
         """Return the peers that disconnected, and those whose processes exited without doing so."""
         disconnected = [peer for peer, line in self._peers if self._lines[line + _DISCONNECTED]]

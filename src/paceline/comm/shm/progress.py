@@ -63,6 +63,10 @@ class ProgressEngine:
             self._signals.disconnect()
 
     @property
+    def has_failed(self) -> bool:
+        return self._failure is not None
+
+    @property
     def is_busy(self) -> bool:
         """Whether an operation that may need this rank is in progress."""
         return bool(self._pending)
