@@ -18,6 +18,9 @@ from paceline.errors import ClusterError
 from tests.support.leaks import no_leaks, no_leaks_of_session, pytest_fixture_setup
 from tests.support.warm import PrewarmedStarter, warm_spawning
 
+# NCCL's RAS service keeps a socket open until the process exits.
+os.environ.setdefault("NCCL_RAS_ENABLE", "0")
+
 __all__ = ["no_leaks", "no_leaks_of_session", "pytest_fixture_setup"]
 
 REAL_DATA = {

@@ -174,9 +174,8 @@ def connect_large(communicator: Communicator) -> SharedGpuCommunicator:
     return shared
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def gpu_pool() -> Iterator[WorkerPool]:
-    # torch keeps a file in /dev/shm for exported GPU memory until the process exits.
     with WorkerPool(3) as workers:
         yield workers
 

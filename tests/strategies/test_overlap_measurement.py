@@ -260,8 +260,15 @@ class AloneAsTwo(TorchCommunicator):
         return alone
 
     def dup(self, traffic: Traffic | None = None) -> Self:
-        gpu = self.gpu
-        other = type(self)(HashStore(), 0, 1, address="127.0.0.1", gpu=gpu, timeout_seconds=30.0)
+        other = type(self)(
+            HashStore(),
+            0,
+            1,
+            address="127.0.0.1",
+            gpu=self.gpu,
+            timeout_seconds=30.0,
+            traffic=traffic or self.traffic,
+        )
         other.world_size, other.global_ranks = 2, range(2)
         return other
 
