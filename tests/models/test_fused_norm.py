@@ -35,6 +35,28 @@ def test_cpu_uses_the_operations_of_torch(pools: bool) -> None:
     assert torch.equal(norm_gelu(images, norm, pools=pools), expected)
 
 
+def test_kernels_that_cannot_be_built_are_replaced_by_those_of_torch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    attempts = []
+
+    def fail(*_: object) -> Tensor:
+        attempts.append(1)
+        raise RuntimeError("no C compiler")
+
+    monkeypatch.setattr(fused_norm, "_is_supported", lambda *_: True)
+    monkeypatch.setattr(fused_norm, "_fused", fail)
+    images = random_images(2, 5, 6, 6, dtype=torch.float32, device="cpu")
+    norm, reference = (build_norm(5, "cpu") for _ in range(2))
+    reference.load_state_dict(norm.state_dict())
+    for _ in range(2):
+        expected = F.gelu(reference(images))
+        assert torch.equal(norm_gelu(images, norm, pools=False), expected)
+    assert int(norm.num_batches_tracked or 0) == 2
+    assert len(attempts) == 1
+    assert "no C compiler" in caplog.text
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("pools", [False, True])

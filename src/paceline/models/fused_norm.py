@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import logging
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from paceline.errors import error_line
+
+logger = logging.getLogger("paceline")
 
 BLOCK_ROWS, BLOCK_CHANNELS = 32, 64
 PROGRAMS = 512
@@ -28,15 +33,38 @@ def norm_gelu(images: Tensor, norm: nn.Module, *, pools: bool) -> Tensor:
     if _can_fuse(images, norm):
         assert isinstance(norm, nn.BatchNorm2d)
         assert norm.num_batches_tracked is not None
-        norm.num_batches_tracked.add_(1)
-        output: Tensor = _NormGelu.apply(  # type: ignore[no-untyped-call]
-            images, norm.bias, norm.running_mean, norm.running_var, norm.momentum, norm.eps, pools
-        )
-        return output
+        try:
+            output = _fused(images, norm, pools)
+        except Exception as error:
+            # A capture follows steps that have built the kernels.
+            if isinstance(error, torch.OutOfMemoryError) or _is_capturing():
+                raise
+            # Nothing was computed: the first kernel builds like the others.
+            norm.is_fusible = False  # type: ignore[assignment]  # not a tensor
+            logger.warning("whitened_cnn uses torch's kernels: %s", error_line(error))
+        else:
+            norm.num_batches_tracked.add_(1)
+            return output
     return F.gelu(norm(F.max_pool2d(images, 2) if pools else images))
 
 
+def _fused(images: Tensor, norm: nn.BatchNorm2d, pools: bool) -> Tensor:
+    output: Tensor = _NormGelu.apply(  # type: ignore[no-untyped-call]
+        images, norm.bias, norm.running_mean, norm.running_var, norm.momentum, norm.eps, pools
+    )
+    return output
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def _can_fuse(images: Tensor, norm: nn.Module) -> bool:
+    # False after the kernels could not be built, for example without a C compiler.
+    return getattr(norm, "is_fusible", True) and _is_supported(images, norm)
+
+
+def _is_supported(images: Tensor, norm: nn.Module) -> bool:
     return (
         images.is_cuda
         and norm.training
