@@ -134,6 +134,15 @@ def test_street_race_compares_our_model_with_the_same_runs_of_the_reference() ->
     assert len(runs) == 5 * 4, "five seeds of each entrant, each run once"
 
 
+@pytest.mark.parametrize(("scale", "target"), [("full", 0.94), ("real", 0.908)])
+def test_cifar_race_has_twenty_seeds_of_a_recipe_of_fixed_length(scale: str, target: float) -> None:
+    plan = plan_of("cifar-race", scale)
+    ours = [config for config in plan.configs.values() if config.model == "whitened_cnn"]
+    assert sorted(config.seed for config in ours) == list(range(20))
+    assert {(config.eval_every, config.eval_views) for config in ours} == {("never", 6)}
+    assert {config.target_accuracy for config in plan.configs.values()} == {target}
+
+
 def test_gpu_scaling_has_the_reference_devices_and_batches() -> None:
     plan = plan_of("gpu-scaling", "full")
     cells = [plan.configs[cell.id] for cell in plan.study.cells_of("weak")]
