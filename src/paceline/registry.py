@@ -41,6 +41,12 @@ class Entry:
     """Properties that can be read without importing the target."""
     options: Mapping[str, str] = field(default_factory=dict)
     """Documented options, which `paceline list` shows without importing the target."""
+    argument: str = ""
+    """What must follow the name and a colon, such as PATH; empty if nothing does."""
+
+    @property
+    def usage(self) -> str:
+        return f"{self.name}:{self.argument}" if self.argument else self.name
 
 
 class Registry(Generic[T]):
@@ -58,12 +64,15 @@ class Registry(Generic[T]):
         *,
         tags: Iterable[str] = (),
         options: Mapping[str, str] | None = None,
+        argument: str = "",
         **preset: object,
     ) -> None:
         """Add an entry; raises ValueError if the name is already registered."""
         if name in self._entries:
             raise ValueError(f"{self.kind} {name!r} is already registered")
-        self._entries[name] = Entry(name, target, summary, preset, frozenset(tags), options or {})
+        self._entries[name] = Entry(
+            name, target, summary, preset, frozenset(tags), options or {}, argument
+        )
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._entries.values())
@@ -82,9 +91,20 @@ class Registry(Generic[T]):
         """Return the preset arguments of a registered name; empty for user-defined objects."""
         return self._entries[name].preset if name in self._entries else {}
 
+    def split(self, name: str) -> tuple[Entry | None, str]:
+        """Return the entry of a name and its argument; None for user-defined objects."""
+        if name in self._entries:
+            return self._entries[name], ""
+        prefix, _, argument = name.partition(":")
+        entry = self._entries.get(prefix)
+        return (entry, argument) if entry and entry.argument else (None, "")
+
     def check(self, name: str) -> None:
         """Raise UnknownNameError for an unknown name; does not import the target of a known one."""
-        if name in self._entries or ":" in name:
+        entry, argument = self.split(name)
+        if entry and entry.argument and not argument:
+            raise UnknownNameError(f"{self.kind} {shown(name)}: use {entry.usage}")
+        if entry or ":" in name:
             return
         hint = suggest(name, self._entries, most=3)
         if not hint.endswith("?"):
@@ -94,10 +114,8 @@ class Registry(Generic[T]):
     def load(self, name: str) -> T:
         """Return the object of a registered name or of a user-defined `package.module:name`."""
         self.check(name)
-        if name in self._entries:
-            target = _import(self._entries[name].target)
-        else:
-            target = load_user_object(self.kind, name)
+        entry, _ = self.split(name)
+        target = _import(entry.target) if entry else load_user_object(self.kind, name)
         return cast("T", target)
 
     def load_class(self, name: str, base: type[B], public_name: str) -> type[B]:

@@ -72,7 +72,7 @@ def test_list_shows_every_dataset_in_80_columns(
     assert run("list", "--data-dir", "data") == 0
     lines = capsys.readouterr().out.splitlines()
     first_words = {line.split()[0] for line in lines if line.strip()}
-    assert set(DATASETS.names()) <= first_words
+    assert {entry.usage for entry in DATASETS} <= first_words
     assert max(map(len, lines)) <= 80
 
 

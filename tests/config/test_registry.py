@@ -29,6 +29,23 @@ def test_duplicate_name_is_rejected(animals: Registry[type]) -> None:
         animals.register("lion", "builtins:float", "another")
 
 
+def test_argument_follows_a_name_and_a_colon(animals: Registry[type]) -> None:
+    animals.register("horse", "builtins:float", "of a color", argument="COLOR")
+    entry, color = animals.split("horse:a:b")
+    assert entry is not None
+    assert (entry.usage, color) == ("horse:COLOR", "a:b")
+    assert animals.load("horse:red") is float
+    for incomplete in ("horse", "horse:"):
+        with pytest.raises(UnknownNameError, match="use horse:COLOR"):
+            animals.load(incomplete)
+
+
+def test_name_without_an_argument_leaves_the_colon_to_user_defined_objects(
+    animals: Registry[type],
+) -> None:
+    assert animals.split("lion:red") == (None, "")
+
+
 def test_similar_name_is_suggested(animals: Registry[type]) -> None:
     with pytest.raises(UnknownNameError, match="unknown animal 'lin': did you mean lion"):
         animals.load("lin")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,7 +55,7 @@ def cache_small_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(digits, "_MAX_UNCACHED_SAMPLES", 0)
 
 
-def request_in(folder: Path, **changes: int) -> LoadRequest:
+def request_in(folder: Path, **changes: Any) -> LoadRequest:
     return LoadRequest(folder=str(folder), train_samples=100, test_samples=50, **changes)
 
 

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from paceline.config import RunConfig
+from paceline.data.image_transforms import ImageTransform
 from paceline.data.loading import load_custom, load_dataset
 from paceline.errors import ConfigError, DataError, UnknownNameError, UserCodeError
 
@@ -24,12 +26,20 @@ def returning(train_x: Any, train_y: Any, test_x: Any = None, test_y: Any = None
     return lambda: ((train_x, train_y), test)
 
 
+def with_vocabulary(x: torch.Tensor, y: torch.Tensor, vocabulary: int) -> Any:
+    return lambda: ((x, y), (x, y), vocabulary)
+
+
+tokens = torch.arange(18).view(6, 3)
+tokens[5, 2] = 300
+
+
 def test_custom_images_are_normalized_by_their_own_statistics() -> None:
     dataset = load_custom("mine:data", returning(images(), torch.tensor([0, 1, 2, 0, 1, 2])))
     scaled = images().double() / 255
     assert dataset.classes == 3
     assert dataset.sample_shape == (3, 4, 4)
-    assert dataset.transform is not None
+    assert isinstance(dataset.transform, ImageTransform)
     assert dataset.transform.mean == pytest.approx(scaled.mean((0, 2, 3)).tolist())
     assert dataset.transform.std == pytest.approx(scaled.std((0, 2, 3), correction=0).tolist())
 
@@ -37,7 +47,7 @@ def test_custom_images_are_normalized_by_their_own_statistics() -> None:
 def test_constant_images_get_a_nonzero_std() -> None:
     gray = torch.full((2, 1, 4, 4), 9, dtype=torch.uint8)
     transform = load_custom("mine:data", returning(gray, torch.tensor([0, 1]))).transform
-    assert transform is not None
+    assert isinstance(transform, ImageTransform)
     assert transform.std == (1.0,)
 
 
@@ -60,6 +70,39 @@ def test_float_sequences_may_have_a_label_per_position() -> None:
     assert torch.equal(dataset.train.targets, targets)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint16])
+def test_integers_are_tokens_with_a_vocabulary_of_inputs_and_targets(dtype: torch.dtype) -> None:
+    targets = torch.zeros(6, 3, dtype=dtype)
+    dataset = load_custom("mine:data", returning(tokens.to(dtype), targets))
+    assert dataset.has_tokens
+    assert dataset.classes == 301
+    assert dataset.sample_shape == (3,)
+
+
+def test_vocabulary_may_be_larger_than_the_tokens_and_makes_bytes_tokens() -> None:
+    some_bytes = torch.arange(18, dtype=torch.uint8).view(6, 3)
+    dataset = load_custom("mine:data", with_vocabulary(some_bytes, some_bytes, 256))
+    assert dataset.has_tokens
+    assert dataset.classes == 256
+
+
+@pytest.mark.parametrize("shape", [(6,), (6, 3), (6, 2, 5)])
+def test_targets_of_tokens_have_any_shape(shape: tuple[int, ...]) -> None:
+    targets = torch.ones(shape, dtype=torch.int64)
+    assert load_custom("mine:data", returning(tokens, targets)).train.targets.shape == shape
+
+
+def test_memory_mapped_tokens_are_not_copied(tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+    file.write_bytes(np.arange(101, dtype=np.uint16).tobytes())
+    mapped = torch.from_file(str(file), shared=False, size=101, dtype=torch.uint16)
+    inputs, targets = mapped[:100].view(10, 10), mapped[1:].view(10, 10)
+    dataset = load_custom("mine:data", returning(inputs, targets))
+    assert dataset.train.inputs.data_ptr() == mapped.data_ptr()
+    assert dataset.train.targets.data_ptr() == mapped.data_ptr() + 2
+    assert dataset.classes == 101
+
+
 def failing() -> None:
     raise RuntimeError("no disk\nmore lines")
 
@@ -74,7 +117,29 @@ FAULTS: dict[str, tuple[Callable[[], object], str]] = {
     "returns one split": (lambda: (floats, labels), "must return ((train_x, train_y)"),
     "returns arrays": (returning(floats.numpy(), labels), "all tensors"),
     "flat images": (returning(images().flatten(1), labels), "got shape (6, 48)"),
-    "integers": (returning(floats.long(), labels), "uint8 images or floats, got int64"),
+    "truth values": (returning(floats.bool(), labels), "integer tokens or floats, got bool"),
+    "fractional tokens": (with_vocabulary(floats, labels, 9), "integers below the vocabulary"),
+    "large token": (
+        with_vocabulary(tokens, tokens // 2, 300),
+        "train_x has 300, outside the vocabulary of 300 tokens",
+    ),
+    "large target": (
+        with_vocabulary(tokens // 2, tokens, 300),
+        "train_y has 300, outside the vocabulary of 300 tokens",
+    ),
+    "negative token": (returning(tokens - 300, labels), "train_x must not be negative, got -300"),
+    "targets of fewer samples": (
+        returning(tokens, tokens[:4]),
+        "train_y must have the samples in its first dimension, as train_x has, got shape (4, 3)",
+    ),
+    "scalar target": (
+        returning(tokens, torch.tensor(1)),
+        "got shape () for inputs of shape (6, 3)",
+    ),
+    "no tokens": (returning(tokens[:, :0], labels), "train_x is empty"),
+    "no targets": (returning(tokens, tokens[:, :0]), "train_y is empty"),
+    "vocabulary": (with_vocabulary(tokens, labels, 0), "third value must be the size of"),
+    "three splits": (lambda: ((tokens, labels),) * 3, "third value must be the size of"),
     "no feature": (returning(torch.ones(6), labels), "at least two dimensions"),
     "float labels": (returning(floats, labels.float()), "train_y must have an integer dtype"),
     "one-hot labels": (returning(floats, torch.eye(6).long()), "one label per sample"),
@@ -171,6 +236,15 @@ def test_run_seed_does_not_change_the_synthetic_dataset() -> None:
         (
             {"batch_size": 2, "augment": ("flip",)},
             "--augment: requires uint8 images, but users_own_data:small does not hold them",
+        ),
+        (
+            {"batch_size": 2, "context": 8},
+            "--context: applies to text:PATH and stories, but samples of users_own_data:small have"
+            " shape (4,)",
+        ),
+        (
+            {"batch_size": 2, "text_test_fraction": 0.5},
+            "--text-test-fraction: applies to text:PATH, not to users_own_data:small",
         ),
         (
             {"batch_size": 2, "eval_views": 2},

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.data.dataset import Split
+from paceline.data.dataset import Split, TokenTransform
 from paceline.data.image_transforms import (
     CROP_PAD,
     CUTOUT_SIDE,
@@ -23,6 +23,7 @@ from paceline.data.image_transforms import (
 from paceline.data.pipeline import EvaluationPipeline, InputPipeline
 from paceline.data.resident import ResidentPipeline, pipeline_for
 from paceline.data.sampling import GlobalBatchSampler, shard_bounds
+from paceline.data.text import windows
 
 MEAN, STD = (0.1, 0.5, 0.7), (0.2, 0.25, 0.4)
 ALL_KINDS = ("crop", "flip", "cutout")
@@ -128,13 +129,14 @@ def test_doubles_are_converted_to_the_model_dtype() -> None:
     )
 
 
-def test_tokens_and_their_targets_are_not_normalized() -> None:
-    windows = random_bytes(81).unfold(0, 9, 8)
-    split = Split(windows[:, :-1], windows[:, 1:])
-    pipeline = InputPipeline(split, None, GlobalBatchSampler(10, 4, seed=0))
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int32, torch.int64])
+def test_tokens_of_any_integer_dtype_become_int64(dtype: torch.dtype) -> None:
+    split = windows(random_bytes(81).to(dtype), 8)
+    pipeline = InputPipeline(split, TokenTransform(), GlobalBatchSampler(10, 4, seed=0))
     rows = pipeline.order.batch(0, 0)
     inputs, targets = pipeline.batch(0, 0)
-    assert torch.equal(inputs, split.inputs[rows])
+    assert inputs.dtype == targets.dtype == torch.int64
+    assert torch.equal(inputs, split.inputs[rows].long())
     assert torch.equal(targets, split.targets[rows].long())
 
 

@@ -10,6 +10,7 @@ import torch
 from paceline.cli.data import verify_sets
 from paceline.data import DATASETS
 from paceline.data.dataset import Dataset, LoadRequest
+from paceline.data.image_transforms import ImageTransform
 from paceline.data.manifest import OFFICIAL_SETS
 
 pytestmark = pytest.mark.real_data
@@ -47,7 +48,7 @@ def test_class_counts_match_published_counts(dataset: Dataset) -> None:
 def test_manifest_mean_and_std_match_the_training_set(dataset: Dataset) -> None:
     values = torch.arange(256, dtype=torch.float64) / 255
     transform = dataset.transform
-    assert transform is not None
+    assert isinstance(transform, ImageTransform)
     for channel, (mean, std) in enumerate(zip(transform.mean, transform.std, strict=True)):
         counts = torch.bincount(dataset.train.inputs[:, channel].flatten(), minlength=256)
         share = counts / counts.sum()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.data.dataset import Split
+from paceline.data.dataset import Split, TokenTransform, Transform
 from paceline.data.image_transforms import ImageTransform
 from paceline.data.pipeline import EvaluationPipeline, InputPipeline
 from paceline.data.resident import ResidentEvaluationPipeline, ResidentPipeline, pipeline_for
 from paceline.data.sampling import GlobalBatchSampler
+from paceline.data.text import windows
 from tests.support.recorded_graph import RecordedGraph
 
 TRANSFORM = ImageTransform((0.1, 0.5, 0.7), (0.2, 0.25, 0.4))
@@ -33,7 +34,7 @@ def image_split(samples: int = 50) -> Split:
 
 def both(
     split: Split,
-    transform: ImageTransform | None,
+    transform: Transform | None,
     kinds: tuple[str, ...],
     channels_last: bool = False,
 ) -> tuple[InputPipeline, ResidentPipeline]:
@@ -69,9 +70,10 @@ def test_images_normalized_one_by_one_equal_those_of_the_cpu() -> None:
     assert torch.equal(host.batch(1, 1)[0], resident.batch(1, 1)[0])
 
 
-def test_tokens_and_targets_per_position_are_gathered() -> None:
-    split = Split(torch.arange(60).view(20, 3), torch.arange(60).view(20, 3) + 1)
-    host, resident = both(split, None, ())
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int64])
+def test_tokens_and_targets_per_position_are_gathered(dtype: torch.dtype) -> None:
+    split = windows(torch.arange(61).to(dtype), 3)
+    host, resident = both(split, TokenTransform(), ())
     for expected, found in zip(host.batch(0, 1), resident.batch(0, 1), strict=True):
         assert torch.equal(found, expected)
 

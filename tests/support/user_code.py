@@ -44,6 +44,32 @@ class Plain(nn.Module):
         return outputs
 
 
+class NextToken(nn.Module):
+    """Predicts the next token from this one and the mean of the earlier ones."""
+
+    def __init__(self, sample_shape: tuple[int, ...], classes: int, width: int = 32) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(classes, width)
+        self.layers = nn.Sequential(nn.Linear(2 * width, width), nn.Tanh())
+        self.head = nn.Linear(width, classes)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        embedded = self.embedding(tokens)
+        counts = torch.arange(1, tokens.shape[1] + 1, device=tokens.device).unsqueeze(1)
+        means = embedded.cumsum(1) / counts
+        logits: Tensor = self.head(self.layers(torch.cat([embedded, means], -1)))
+        return logits
+
+
+def word_pairs() -> tuple[Samples, Samples, int]:
+    """Tokens of a vocabulary of 600, as uint16; each target is the successor of its token."""
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randint(0, 599, (64, 5), generator=generator).to(torch.uint16)
+    targets = (inputs.int() + 1).to(torch.uint16)
+    return (inputs, targets), (inputs[:16], targets[:16]), 600
+
+
 class Slow(Plain):
     """Each forward pass takes OWN_SLEEP_SECONDS longer."""
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from paceline.errors import UserCodeError
 from paceline.training.loss import count_correct, cross_entropy
 
 LOGITS = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(0))
@@ -24,6 +25,12 @@ def test_positions_count_like_samples() -> None:
     flat_logits, flat_targets = LOGITS.view(12, 5), TARGETS.view(12)
     assert torch.equal(cross_entropy(LOGITS, TARGETS), cross_entropy(flat_logits, flat_targets))
     assert int(count_correct(LOGITS, TARGETS)) == int(count_correct(flat_logits, flat_targets))
+
+
+@pytest.mark.parametrize("logits", [LOGITS[:, 0], LOGITS.transpose(1, 2), LOGITS[:2]])
+def test_outputs_of_another_shape_than_the_targets_are_rejected(logits: torch.Tensor) -> None:
+    with pytest.raises(UserCodeError, match=r"outputs of shape \(4, 3, classes\) are needed"):
+        cross_entropy(logits, TARGETS)
 
 
 def test_correct_predictions_are_counted() -> None:

@@ -20,7 +20,7 @@ from paceline.config import from_mapping
 from paceline.errors import CheckpointError, ConfigError, RecordsError, RunError
 from paceline.launch import launcher
 from paceline.launch.result import RunOutcome
-from paceline.models import MODELS
+from paceline.models import MODELS, TOKEN_MODELS
 from paceline.records import Result, RunFolder, read_lines
 from paceline.training import checkpoint
 from paceline.training.checkpoint import write_checkpoint
@@ -90,7 +90,22 @@ def check_resumed_equals_whole(
         assert resumed["final"][figure] == whole["final"][figure]
 
 
-@pytest.mark.parametrize("model", MODELS.names())
+def test_resumed_run_on_text_is_bit_identical(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("To be, or not to be, that is the question. " * 30)
+    settings = {
+        "data": f"text:{text}",
+        "context": 16,
+        "test_samples": 5,
+        "model": "tests.support.user_code:NextToken",
+        "augment": (),
+    }
+    check_resumed_equals_whole(tmp_path, 5, monkeypatch, **settings)
+
+
+@pytest.mark.parametrize("model", [name for name in MODELS.names() if name not in TOKEN_MODELS])
 def test_resumed_run_is_bit_identical_for_every_model(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

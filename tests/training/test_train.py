@@ -18,6 +18,7 @@ from paceline.data.dataset import Dataset
 from paceline.data.loading import load_dataset
 from paceline.data.pipeline import InputPipeline
 from paceline.data.sampling import GlobalBatchSampler
+from paceline.errors import ConfigError
 from paceline.launch import launcher
 from paceline.measure.startup import STARTUP_PARTS
 from paceline.models.build import DataDependentModel, build_model
@@ -348,6 +349,46 @@ def test_sequences_with_a_label_per_position_train(
     )  # fmt: skip
     assert result["final"]["test_accuracy"] > 0.8
     assert result["samples"] == 30 * 64
+
+
+def test_token_tensors_train_to_their_successors(tmp_path: Path) -> None:
+    _, result = train(
+        tmp_path, data="tests.support.user_code:word_pairs", optimizer="adam", lr=0.02, epochs=60,
+        model="tests.support.user_code:NextToken", train_samples=None, test_samples=None,
+        eval_every="never",
+    )  # fmt: skip
+    assert result["final"]["test_accuracy"] > 0.8
+
+
+def test_text_from_a_file_trains(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("abcdefgh" * 300)
+    _, result = train(
+        tmp_path, data=f"text:{text}", context=16, model="tests.support.user_code:NextToken",
+        train_samples=None, test_samples=None, optimizer="adam", lr=0.02, epochs=20,
+    )  # fmt: skip
+    assert result["final"]["test_accuracy"] > 0.99
+    assert result["samples"] == 20 * ((2400 - 240 - 1) // 16)
+
+
+def test_outputs_that_do_not_fit_the_targets_are_explained_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_outputs_a.py").write_text(
+        "from torch import nn\n"
+        "class LastToken(nn.Module):\n"
+        "    def __init__(self, classes):\n"
+        "        super().__init__()\n"
+        "        self.table = nn.Embedding(classes, classes)\n"
+        "    def forward(self, tokens):\n"
+        "        return self.table(tokens[:, -1])\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError) as caught:
+        train(tmp_path, data="stories", context=8, model="own_outputs_a:LastToken")
+    assert str(caught.value) == (
+        "--model: outputs of shape (32, 8, classes) are needed for these targets, got (32, 256)"
+    )
 
 
 def test_measurement_overhead_is_at_most_one_percent(tmp_path: Path) -> None:

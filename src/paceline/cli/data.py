@@ -74,14 +74,16 @@ def list_sets(folder: Path) -> int:
     from paceline.terminal import open_console
 
     table = Table(box=None, pad_edge=False)
-    for heading in ("name", "train", "test", "image", "download", "files"):
+    for heading in ("name", "train", "test", "sample", "download", "files"):
         table.add_column(
             heading, justify="right" if heading in ("train", "test", "download") else "left"
         )
     for entry in DATASETS:
         official = OFFICIAL_SETS.get(entry.name)
         if official is None:
-            table.add_row(entry.name, "any", "any", "", "none", "built in")
+            table.add_row(
+                entry.usage, "any", "any", "", "none", "yours" if entry.argument else "built in"
+            )
             continue
         there = sum((folder / file.path).is_file() for file in official.files)
         table.add_row(

@@ -226,6 +226,8 @@ def _datasets(data_dir: str | None) -> Iterator[Finding]:
 
     yield Finding("data folder", "ok" if folder.is_dir() else "absent", str(folder))
     for entry in DATASETS:
+        if entry.argument:
+            continue
         official = OFFICIAL_SETS.get(entry.name)
         if official is None:
             yield Finding(f"data {entry.name}", "ok", "needs no files")

@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     table.add_column(no_wrap=True, style="bold")
     table.add_column()
     for entry in KINDS[arguments.kind]:
-        table.add_row(entry.name, entry.summary)
+        table.add_row(entry.usage, entry.summary)
     console = open_console()
     console.print(table)
     _print_options(console, KINDS[arguments.kind])

@@ -33,6 +33,8 @@ LONGEST_WAIT_SECONDS = 7 * 86_400.0
 
 DEFAULT_EPOCHS = 10
 DEFAULT_BATCH_SIZE = 64
+DEFAULT_CONTEXT = 128
+DEFAULT_TEXT_TEST_FRACTION = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +45,9 @@ class RunConfig:
     model_options: dict[str, str] = setting(
         {}, "task", "model option as key=value, such as width=0.5; repeatable"
     )
-    data: str = setting("digits", "task", "registered dataset, or your own as package.module:name")
+    data: str = setting(
+        "digits", "task", "registered dataset, text:PATH, or your own as package.module:name"
+    )
     data_dir: str | None = setting(
         None,
         "task",
@@ -63,6 +67,21 @@ class RunConfig:
         "use only the first N test samples",
         minimum=1,
         input_maximum=MOST_SAMPLES,
+    )
+    context: int | None = setting(
+        None,
+        "task",
+        f"bytes per sample of text and stories (default: {DEFAULT_CONTEXT})",
+        minimum=1,
+        input_maximum=10**9,
+    )
+    text_test_fraction: float | None = setting(
+        None,
+        "task",
+        "fraction of text:PATH, taken from its end, that is the test set"
+        f" (default: {DEFAULT_TEXT_TEST_FRACTION:g})",
+        above=0,
+        below=1,
     )
     normalize: str = setting(
         "dataset",

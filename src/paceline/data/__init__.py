@@ -18,6 +18,17 @@ DATASETS.register(
     "paceline.data.digits:PLAIN_DIGITS",
     "synthetic digits, 28x28 grayscale; needs no files",
 )
+DATASETS.register(
+    "text",
+    "paceline.data.text:load_text",
+    "your own UTF-8 text, a file or a folder of files, as byte tokens",
+    argument="PATH",
+)
+DATASETS.register(
+    "stories",
+    "paceline.data.stories:STORIES",
+    "synthetic stories with agreement across distance, as byte tokens; needs no files",
+)
 DATASETS.register("mnist", "paceline.data.mnist:MNIST", "handwritten digits, 28x28 grayscale")
 DATASETS.register(
     "fashion_mnist", "paceline.data.mnist:FASHION_MNIST", "clothing articles, 28x28 grayscale"

@@ -1,4 +1,4 @@
-"""Dataset types: a training and a test split of tensors, and the transform of their inputs."""
+"""Dataset types: a training and a test split of tensors, and what their inputs are."""
 
 from __future__ import annotations
 
@@ -33,13 +33,25 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenTransform:
+    """Inputs are tokens of any integer dtype, which the model gets as int64."""
+
+    is_bytes: bool = False
+    """Whether each token is a byte of text."""
+
+
+Transform = ImageTransform | TokenTransform
+
+
+@dataclass(frozen=True, slots=True)
 class Dataset:
     name: str
     train: Split
     test: Split
     classes: int
-    transform: ImageTransform | None = None
-    """What the inputs are: images to normalize, or, if None, values that the model takes as is."""
+    """For tokens, the size of the vocabulary, which contains inputs and targets."""
+    transform: Transform | None = None
+    """What the inputs are: images, tokens or, if None, floats that the model takes as is."""
     warnings: tuple[str, ...] = ()
     """Shown to the user once per run."""
 
@@ -49,8 +61,7 @@ class Dataset:
 
     @property
     def has_tokens(self) -> bool:
-        """Whether inputs are integers without a transform: indices for an embedding."""
-        return self.transform is None and not self.train.inputs.is_floating_point()
+        return isinstance(self.transform, TokenTransform)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +73,10 @@ class LoadRequest:
     test_samples: int | None = None
     resident_limit_bytes: int = 4096 << 20
     seed: int = 0
+    path: str = ""
+    """Of `text:PATH`."""
+    context: int | None = None
+    text_test_fraction: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +84,13 @@ class DatasetInfo:
     """Shape and size of a registered dataset, known without loading it (`outline` of a loader)."""
 
     sample_shape: tuple[int, ...]
-    """(channels, height, width) of images."""
+    """(channels, height, width) of images, (context,) of text."""
     classes: int
     train_samples: int
     test_samples: int
     """The full size, or the default size where the loader generates any number of samples."""
+    has_tokens: bool = False
+    """Whether samples are text, with a target for each token."""
 
 
 Loader = Callable[[LoadRequest], Dataset]

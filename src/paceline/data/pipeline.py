@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from paceline.data.dataset import Split
+from paceline.data.dataset import Split, TokenTransform, Transform
 from paceline.data.image_transforms import (
     Augmenter,
     AugmentParams,
@@ -32,7 +32,7 @@ class InputPipeline:
     def __init__(
         self,
         split: Split,
-        transform: ImageTransform | None,
+        transform: Transform | None,
         order: GlobalBatchSampler,
         augment: Sequence[str] = (),
         seed: int = 0,
@@ -49,7 +49,9 @@ class InputPipeline:
         self._epoch = self._first = self._samples = 0
         self._augmenter: Augmenter | None = None
         if augment:
-            assert transform is not None, "load_dataset checks that --augment gets images"
+            assert isinstance(transform, ImageTransform), (
+                "load_dataset checks that --augment gets images"
+            )
             self._augmenter = Augmenter(augment, transform.mean_pixel, self._device)
         self._epoch_params: tuple[int, AugmentParams] | None = None
 
@@ -100,7 +102,7 @@ class EvaluationPipeline:
     def __init__(
         self,
         split: Split,
-        transform: ImageTransform | None,
+        transform: Transform | None,
         batch_size: int,
         *,
         dtype: torch.dtype = torch.float32,
@@ -133,18 +135,19 @@ class EvaluationPipeline:
 
 def converter(
     split: Split,
-    transform: ImageTransform | None,
+    transform: Transform | None,
     dtype: torch.dtype,
     device: torch.device,
     channels_last: bool,
 ) -> Callable[[Tensor], Tensor]:
     """Return the conversion from stored inputs to inputs of the model."""
     sample_shape = split.inputs.shape[1:]
+    if isinstance(transform, TokenTransform):
+        return lambda inputs: inputs.to(device, torch.int64)
     if transform is not None:
         return Normalizer(
             transform, sample_shape, dtype=dtype, device=device, channels_last=channels_last
         )
     is_image = len(sample_shape) == 3
     layout = torch.channels_last if channels_last and is_image else torch.contiguous_format
-    kept_dtype = dtype if split.inputs.is_floating_point() else split.inputs.dtype
-    return lambda inputs: inputs.to(device, kept_dtype, memory_format=layout)
+    return lambda inputs: inputs.to(device, dtype, memory_format=layout)

@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.data.dataset import Split
+from paceline.data.dataset import Split, Transform
 from paceline.data.image_transforms import (
     CROP_PAD,
     CUTOUT_SIDE,
     SHIFT_PAD,
     Augmenter,
     AugmentParams,
-    ImageTransform,
 )
 from paceline.data.pipeline import EvaluationPipeline, InputPipeline, bounds_of
 from paceline.data.sampling import GlobalBatchSampler
@@ -39,7 +38,7 @@ class ResidentPipeline(InputPipeline):
     def __init__(
         self,
         split: Split,
-        transform: ImageTransform | None,
+        transform: Transform | None,
         order: GlobalBatchSampler,
         augment: Sequence[str] = (),
         seed: int = 0,
@@ -62,7 +61,7 @@ class ResidentPipeline(InputPipeline):
         self._targets = split.targets.to(device, torch.int64)
         self._windows = None
         if self._augmenter is None:
-            self._inputs = split.inputs.to(device)
+            self._inputs = _upload(split.inputs, self._device)
         else:
             self._windows = _Windows(split.inputs.to(device), self._augmenter)
         columns = 1 if self._windows is None else len(_Windows.COLUMNS)
@@ -107,13 +106,13 @@ class ResidentEvaluationPipeline(EvaluationPipeline):
     def __init__(
         self,
         split: Split,
-        transform: ImageTransform | None,
+        transform: Transform | None,
         batch_size: int,
         *,
         device: torch.device | str = "cpu",
         channels_last: bool = False,
     ) -> None:
-        resident = Split(split.inputs.to(device), split.targets.to(device, torch.int64))
+        resident = Split(_upload(split.inputs, device), split.targets.to(device, torch.int64))
         super().__init__(
             resident, transform, batch_size, device=device, channels_last=channels_last
         )
@@ -127,6 +126,11 @@ class ResidentEvaluationPipeline(EvaluationPipeline):
         rows = self._position + self._offsets[:samples]
         targets = self._split.targets.index_select(0, rows)
         return self._convert(self._split.inputs.index_select(0, rows)), targets
+
+
+def _upload(inputs: Tensor, device: torch.device | str) -> Tensor:
+    # CUDA has few operations on uint16, a common dtype of token files.
+    return inputs.to(device, torch.int32 if inputs.dtype == torch.uint16 else inputs.dtype)
 
 
 class _Windows:
@@ -201,7 +205,7 @@ def _in_square(center: Tensor, indices: Tensor) -> Tensor:
 
 def pipeline_for(
     split: Split,
-    transform: ImageTransform | None,
+    transform: Transform | None,
     order: GlobalBatchSampler,
     augment: Sequence[str] = (),
     seed: int = 0,
@@ -217,7 +221,7 @@ def pipeline_for(
 
 def evaluation_pipeline_for(
     split: Split,
-    transform: ImageTransform | None,
+    transform: Transform | None,
     batch_size: int,
     *,
     device: torch.device,

@@ -6,6 +6,7 @@ start of a run, which is short because a study forks its processes from a warm o
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable
 from statistics import fmean
@@ -45,6 +46,8 @@ class DurationModel:
         outline = getattr(DATASETS.load(config.data), "outline", None)
         if not isinstance(outline, DatasetInfo):
             return None
+        if outline.has_tokens and config.context is not None:
+            outline = dataclasses.replace(outline, sample_shape=(config.context,))
         on_one_core = self._seconds_per_sample(config, outline)
         sample_seconds = on_one_core / speed(config, cores_usable())
         return samples_per_worker(config, outline) * sample_seconds
@@ -90,9 +93,12 @@ def time_sample(config: RunConfig, outline: DatasetInfo) -> float:
             outline.classes,
             seed=0,
             options=config.model_options,
+            has_tokens=outline.has_tokens,
         )
         inputs = torch.zeros(BATCH_SIZE, *outline.sample_shape)
         targets = torch.zeros(BATCH_SIZE, dtype=torch.int64)
+        if outline.has_tokens:
+            inputs = targets = torch.zeros_like(inputs, dtype=torch.int64)
         best = math.inf
         for step in range(STEPS + 1):
             begin = perf_counter()

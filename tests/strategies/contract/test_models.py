@@ -42,6 +42,14 @@ LENET: dict[str, Any] = {
 }
 """The last of four batches per epoch has two samples: fewer than workers."""
 
+STORIES: dict[str, Any] = {
+    **LENET,
+    "model": "tests.support.user_code:NextToken",
+    "data": "stories",
+    "context": 24,
+    "lr": 0.1,
+}
+
 VGG = Task(batches=(3, 1, *(2,) * 6), lr=0.01, momentum=0.9, weight_decay=5e-4)
 """The second batch has a sample for one of two workers only."""
 
@@ -59,6 +67,9 @@ SYNCHRONOUS = [name for name in STRATEGIES.names() if keeps_equal(name)]
 
 ONE_OF_A_KIND = list({STRATEGIES.load(name): name for name in reversed(SYNCHRONOUS)}.values())
 """Each class once: presets differ only in the algorithm."""
+
+SHARES_WEIGHTS = [name for name in ONE_OF_A_KIND if name != "fsdp"]
+"""Strategies that accept a weight which two layers share."""
 
 _alone: dict[str, Run] = {}
 
@@ -98,6 +109,17 @@ def test_lenet_with_muon_matches_one_worker(
 ) -> None:
     recipe = {"optimizer": "muon", "lr": 1e-3, "normalize": "image", "augment": "shift"}
     settings = {**LENET, **recipe}
+    expected = alone(pool, tmp_path, settings)
+    for own in run(pool, workers, tmp_path, strategy=name, **settings):
+        assert distance(own.weights, expected.weights) < ROUNDING
+
+
+@pytest.mark.parametrize("variant", ["shares", "parts"])
+@pytest.mark.parametrize(("name", "workers"), strategy_cases(SHARES_WEIGHTS, (3,)))
+def test_token_model_with_a_tied_head_matches_one_worker(
+    pool: WorkerPool, tmp_path: Path, name: str, workers: int, variant: str
+) -> None:
+    settings = {**STORIES, **VARIANTS[variant]}
     expected = alone(pool, tmp_path, settings)
     for own in run(pool, workers, tmp_path, strategy=name, **settings):
         assert distance(own.weights, expected.weights) < ROUNDING
