@@ -38,10 +38,9 @@ class WhitenedCNN(nn.Module):
         super().__init__()
         # Each component has a filter of either sign, because the activation is not symmetric.
         whitened = 2 * channels * PATCH**2
-        self.whiten = nn.Conv2d(channels, whitened, PATCH)
+        # Without a bias to train, the backward pass ends before this layer and its large output.
+        self.whiten = nn.Conv2d(channels, whitened, PATCH, bias=False)
         self.whiten.weight.requires_grad_(False)
-        assert self.whiten.bias is not None
-        nn.init.zeros_(self.whiten.bias)
         self.blocks = nn.Sequential(
             *(
                 _Block(inputs, outputs)

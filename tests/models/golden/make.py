@@ -100,7 +100,7 @@ def strided_cnn(images: Tensor, weights: Weights) -> Tensor:
 
 
 def whitened_cnn(images: Tensor, weights: Weights) -> Tensor:
-    images = gelu(F.conv2d(images, next(weights), next(weights)))
+    images = gelu(F.conv2d(images, next(weights)))
     for _ in range(3):
         images = gelu(normalize(halve(F.conv2d(images, next(weights), padding=1)), weights))
         images = gelu(convolve(images, weights, padding=1))
