@@ -17,16 +17,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from paceline.errors import ConfigError, UnknownNameError, UserCodeError
-from paceline.models import MODELS
+from paceline.models import MODELS, TOKEN_MODELS
 from paceline.models.build import build_model, initialize_from_data
 from paceline.models.resnet import ResidualBlock
-from tests.models.golden.make import CASES, CIFAR_SHAPE, CLASSES, MNIST_SHAPE, Case, batch
+from tests.models.golden.make import CASES, CIFAR_SHAPE, CLASSES, MNIST_SHAPE, Case, batch, build
 
 SHAPES = [MNIST_SHAPE, CIFAR_SHAPE]
-NAMES = MODELS.names()
+IMAGE_MODELS = [name for name in MODELS.names() if name not in TOKEN_MODELS]
 FLAT = ["softmax", "mlp"]
-CONVOLUTIONAL = [name for name in NAMES if name not in FLAT]
-BATCH_NORMALIZED = [name for name in NAMES if name.startswith(("whitened", "vgg", "resnet"))]
+CONVOLUTIONAL = [name for name in IMAGE_MODELS if name not in FLAT]
+BATCH_NORMALIZED = [name for name in IMAGE_MODELS if name.startswith(("whitened", "vgg", "resnet"))]
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -53,10 +53,12 @@ def one_thread() -> Iterator[None]:
 def train(model: nn.Module, case: Case, momentum: float) -> list[float]:
     """Return the loss before each update, with the PyTorch loss and optimizer in float32."""
     optimizer = torch.optim.SGD(model.parameters(), lr=case.lr, momentum=momentum)
-    inputs, labels = batch(case.sample_shape, case.batch)
+    inputs, labels = batch(case)
+    if case.vocabulary is None:
+        inputs = inputs.float()
     losses = []
     for iteration in range(case.losses):
-        loss = F.cross_entropy(model(inputs.float()), labels)
+        loss = F.cross_entropy(model(inputs).flatten(0, -2), labels.flatten())
         losses.append(loss.item())
         if iteration < case.losses - 1:
             optimizer.zero_grad()
@@ -106,6 +108,13 @@ def initialize_with_pytorch_defaults(model: nn.Module) -> nn.Module:
     return model
 
 
+def shrink_norms(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, nn.RMSNorm):
+            nn.init.constant_(module.weight, 0.9)
+    return model
+
+
 def weights_equal(first: nn.Module, second: nn.Module) -> bool:
     pairs = zip(first.state_dict().values(), second.state_dict().values(), strict=True)
     return all(torch.equal(one, other) for one, other in pairs)
@@ -130,26 +139,28 @@ def parameters_in(model: nn.Module) -> int:
 # Loss curves
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", MODELS.names())
 def test_first_updates_match_the_float64_reference(name: str) -> None:
     case = CASES[name]
-    losses = train(build_model(name, case.sample_shape, CLASSES, seed=0), case, case.momentum)
+    losses = train(build(name, case), case, case.momentum)
     golden = golden_losses(name)
     assert len(losses) == len(golden)
     assert follows(losses, golden), f"{losses} is not {golden}"
 
 
-@pytest.mark.parametrize("name", ["softmax", "mlp", "lenet", "cnn"])
+@pytest.mark.parametrize("name", ["softmax", "mlp", "lenet", "cnn", "gpt-nano"])
 def test_different_momentum_changes_the_curve(name: str) -> None:
     case = CASES[name]
-    losses = train(build_model(name, case.sample_shape, CLASSES, seed=0), case, momentum=0.8)
+    losses = train(build(name, case), case, momentum=0.8)
     assert not follows(losses, golden_losses(name))
 
 
-@pytest.mark.parametrize("name", ["softmax", "mlp", "lenet", "cnn", "vgg11", "resnet18"])
+@pytest.mark.parametrize(
+    "name", ["softmax", "mlp", "lenet", "cnn", "vgg11", "resnet18", "gpt-nano"]
+)
 def test_different_initial_weights_change_the_curve(name: str) -> None:
     case = CASES[name]
-    model = build_model(name, case.sample_shape, CLASSES, seed=1)
+    model = build(name, case, seed=1)
     assert not follows(first_loss(model, case), golden_losses(name))
 
 
@@ -162,6 +173,7 @@ def test_different_initial_weights_change_the_curve(name: str) -> None:
         ("vgg11", lambda model: drop_first(nn.BatchNorm2d, model)),
         ("resnet18", drop_shortcuts),
         ("resnet18", initialize_with_pytorch_defaults),
+        ("gpt-nano", shrink_norms),
     ],
 )
 def test_changed_model_changes_the_curve(
@@ -169,18 +181,19 @@ def test_changed_model_changes_the_curve(
 ) -> None:
     case = CASES[name]
     with torch.random.fork_rng(devices=[]):
-        changed = change(build_model(name, case.sample_shape, CLASSES, seed=0))
+        changed = change(build(name, case))
     assert not follows(first_loss(changed, case), golden_losses(name))
 
 
 def test_every_model_has_a_golden_curve() -> None:
-    assert {path.stem for path in GOLDEN.glob("*.json")} == set(NAMES)
+    assert {path.stem for path in GOLDEN.glob("*.json")} == set(MODELS.names())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", MODELS.names())
 def test_golden_files_match_the_settings_of_their_case(name: str) -> None:
     curve: dict[str, Any] = json.loads((GOLDEN / f"{name}.json").read_text())
     case = CASES[name]
+    assert curve.get("vocabulary") == case.vocabulary
     assert curve["lr"] == case.lr
     assert curve["momentum"] == case.momentum
     assert curve["batch"] == case.batch
@@ -197,8 +210,13 @@ def test_models_of_images_and_floats_reject_tokens(name: str) -> None:
         build_model(name, (32,), 256, seed=0, has_tokens=True)
 
 
+def test_models_of_tokens_reject_floats() -> None:
+    with pytest.raises(ConfigError, match="--model: gpt-nano needs tokens"):
+        build_model("gpt-nano", (32,), 256, seed=0)
+
+
 @pytest.mark.parametrize("sample_shape", SHAPES, ids=["mnist", "cifar"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", IMAGE_MODELS)
 def test_output_has_one_score_per_class(name: str, sample_shape: tuple[int, ...]) -> None:
     assert output_shape(outline(name, sample_shape, 7), 2, *sample_shape) == (2, 7)
 
@@ -250,7 +268,7 @@ def test_batch_norm_accepts_a_batch_of_one(name: str) -> None:
     assert output_shape(model, 1, *MNIST_SHAPE) == (1, CLASSES)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", IMAGE_MODELS)
 def test_no_model_has_dropout(name: str) -> None:
     dropout = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
     model = outline(name, CIFAR_SHAPE, CLASSES)

@@ -19,11 +19,15 @@ if TYPE_CHECKING:
 ModelFactory = Callable[..., "nn.Module"]
 
 MODELS: Registry[ModelFactory] = Registry("model")
-TOKEN_MODELS: frozenset[str] = frozenset()
-"""Registered models whose inputs are tokens; the others take images or floats."""
-
 WIDTH = {"width": "factor of the number of channels or units of every hidden layer (default 1)"}
-"""The option of every model with hidden layers."""
+"""The option of every model of images with hidden layers."""
+GPT = {
+    "layers": "number of blocks",
+    "width": "units of the residual stream",
+    "heads": "attention heads per block; width / heads must be even",
+    "context": "longest sequence (default: that of the data)",
+    "checkpoint": "recompute activations in the backward pass, to save memory (default false)",
+}
 
 MODELS.register(
     "softmax", "paceline.models.softmax:softmax", "softmax regression (one linear layer)"
@@ -85,3 +89,27 @@ MODELS.register(
 MODELS.register(
     "resnet34", "paceline.models.resnet:resnet34", "ResNet-34 for small images", options=WIDTH
 )
+MODELS.register(
+    "gpt-nano",
+    "paceline.models.gpt:gpt_nano",
+    "decoder of tokens: 3 blocks, width 48, 3 heads",
+    tags=["tokens"],
+    options=GPT,
+)
+MODELS.register(
+    "gpt-micro",
+    "paceline.models.gpt:gpt_micro",
+    "decoder of tokens: 4 blocks, width 128, 4 heads",
+    tags=["tokens"],
+    options=GPT,
+)
+MODELS.register(
+    "gpt-mini",
+    "paceline.models.gpt:gpt_mini",
+    "decoder of tokens: 6 blocks, width 192, 6 heads",
+    tags=["tokens"],
+    options=GPT,
+)
+
+TOKEN_MODELS = MODELS.tagged("tokens")
+"""Registered models whose inputs are tokens; the others take images or floats."""

@@ -10,7 +10,7 @@ import inspect
 import random
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Protocol, runtime_checkable
@@ -55,9 +55,12 @@ def build_model(
     """
     factory = MODELS.load(name)
     if name in MODELS:
-        if has_tokens and name not in TOKEN_MODELS:
+        if has_tokens != (name in TOKEN_MODELS):
+            needed, given = "images or floats", "tokens"
+            if not has_tokens:
+                needed, given = given, needed
             raise ConfigError(
-                [f"--model: {name} needs images or floats, but the samples of --data are tokens"]
+                [f"--model: {name} needs {needed}, but the samples of --data are {given}"]
             )
         with seeded(seed):
             return factory(sample_shape, classes, **model_options(name, options or {}))
@@ -87,6 +90,17 @@ def initialize_from_data(
     except Exception as error:
         cause = f"{whole_error_line(error)}{_location(error, type(model))}"
         raise UserCodeError(f"cannot initialize model {name!r} from data: {cause}") from error
+
+
+@runtime_checkable
+class GroupedModel(Protocol):
+    """A model whose weights are not all updated in the same way."""
+
+    def undecayed_weights(self) -> Iterable[nn.Parameter]:
+        """Return the weights without weight decay: embeddings, scales of norms, biases.
+
+        Muon leaves them to AdamW.
+        """
 
 
 def model_options(name: str, options: Mapping[str, str]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 An update with equal singular values trains all directions of a matrix at the same rate, so that
 fewer steps are needed. Convolution kernels count as matrices with one row per output channel;
-biases and other vectors are updated by AdamW.
+biases and other vectors are updated by AdamW. So are embeddings, of which a step uses few rows.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ ADAM_UPDATE_RMS = 0.2
 class Muon(Optimizer):
     """Updates tensors of two or more dimensions by Muon with Nesterov momentum, others by AdamW.
 
-    The update of a matrix depends on all of its elements, so its weights cannot be sharded.
+    AdamW updates all weights of a parameter group with `orthogonalize=False`. The update of a
+    matrix depends on all of its elements, so its weights cannot be sharded.
     """
 
     def __init__(
         self,
-        params: Iterable[Tensor],
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
         lr: float = 1e-3,
         momentum: float = 0.95,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -50,10 +51,17 @@ class Muon(Optimizer):
             "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
+            "orthogonalize": True,
             # `load_state_dict` moves `step` to the device of its weight, as the kernel requires.
             "fused": True,
         }
         super().__init__(params, defaults)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            # Older checkpoints do not have it.
+            group.setdefault("orthogonalize", True)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -63,13 +71,14 @@ class Muon(Optimizer):
                 loss = closure()
         for group in self.param_groups:
             trained = [weight for weight in group["params"] if weight.grad is not None]
-            matrices = [weight for weight in trained if weight.dim() > 1]
+            is_plain = not group["orthogonalize"]
+            matrices = [weight for weight in trained if weight.dim() > 1 and not is_plain]
             if matrices:
                 states = [self.state[weight] for weight in matrices]
                 _update_matrices(matrices, states, group, self._dtype)
-            vectors = [weight for weight in trained if weight.dim() <= 1]
-            if vectors:
-                _update_vectors(vectors, [self.state[weight] for weight in vectors], group)
+            others = [weight for weight in trained if weight.dim() <= 1 or is_plain]
+            if others:
+                _update_elementwise(others, [self.state[weight] for weight in others], group)
         return loss
 
 
@@ -96,7 +105,7 @@ def _update_matrices(
             weight.add_(update, alpha=-group["lr"] * scale)
 
 
-def _update_vectors(
+def _update_elementwise(
     weights: list[Tensor], states: list[dict[str, Any]], group: dict[str, Any]
 ) -> None:
     for weight, state in zip(weights, states, strict=True):

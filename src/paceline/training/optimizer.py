@@ -80,11 +80,27 @@ def _one_cycle(progress: float) -> float:
     return _half_cosine((progress - ONE_CYCLE_RISE) / (1 - ONE_CYCLE_RISE))
 
 
-def build_optimizer(config: RunConfig, parameters: Iterable[nn.Parameter]) -> Optimizer:
+def build_optimizer(
+    config: RunConfig,
+    parameters: Iterable[nn.Parameter],
+    undecayed: Iterable[nn.Parameter] = (),
+) -> Optimizer:
+    """Build the optimizer of the trained weights among `parameters`.
+
+    Those in `undecayed` form a second parameter group, without weight decay; Muon leaves them to
+    AdamW.
+    """
     for each in (SGD, Adam, AdamW):
         _avoid_dynamo(each)
     weights = [weight for weight in parameters if weight.requires_grad]
-    optimizer = _create(config, weights)
+    apart = {id(weight) for weight in undecayed}
+    groups: list[dict[str, Any]] = [
+        {"params": [weight for weight in weights if id(weight) not in apart]},
+        {"params": [weight for weight in weights if id(weight) in apart], "weight_decay": 0.0},
+    ]
+    if config.optimizer == "muon":
+        groups[1]["orthogonalize"] = False
+    optimizer = _create(config, [group for group in groups if group["params"]])
     if weights and weights[0].is_cuda:
         keep_rate_on_device(optimizer, weights[0].device)
     return optimizer
@@ -111,10 +127,10 @@ def keep_rate_on_device(optimizer: Optimizer, device: torch.device) -> None:
     optimizer.register_state_dict_post_hook(to_numbers)
 
 
-def _create(config: RunConfig, weights: list[nn.Parameter]) -> Optimizer:
+def _create(config: RunConfig, groups: list[dict[str, Any]]) -> Optimizer:
     if config.optimizer == "sgd":
         return SGD(
-            weights,
+            groups,
             lr=config.lr,
             momentum=config.momentum,
             nesterov=config.nesterov,
@@ -122,9 +138,9 @@ def _create(config: RunConfig, weights: list[nn.Parameter]) -> Optimizer:
             fused=True,
         )
     if config.optimizer == "muon":
-        is_half = config.precision != "fp32" and any(weight.is_cuda for weight in weights)
+        is_half = config.precision != "fp32" and any(group["params"][0].is_cuda for group in groups)
         return Muon(
-            weights,
+            groups,
             lr=config.lr,
             momentum=config.momentum,
             betas=(config.beta1, config.beta2),
@@ -134,7 +150,7 @@ def _create(config: RunConfig, weights: list[nn.Parameter]) -> Optimizer:
         )
     kind: type[Adam] = {"adam": Adam, "adamw": AdamW}[config.optimizer]
     return kind(
-        weights,
+        groups,
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.epsilon,

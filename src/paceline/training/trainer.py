@@ -41,7 +41,7 @@ from paceline.measure.phase_clock import CudaPhaseClock, PhaseClock, clock_for
 from paceline.measure.startup import StartupTimer
 from paceline.measure.tensorboard import TensorBoardWriter
 from paceline.measure.trace import Tracer
-from paceline.models.build import build_model, initialize_from_data
+from paceline.models.build import GroupedModel, build_model, initialize_from_data
 from paceline.records import EventWriter, RunFolder, numerics_text
 from paceline.strategies import create_strategy
 from paceline.strategies.replica import Replica
@@ -511,9 +511,10 @@ def _build_replica(
         model = convert_sync_batch_norm(model, communicator)
     if config.is_channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    undecayed = model.undecayed_weights() if isinstance(model, GroupedModel) else ()
     return Replica(
         model=model,
-        optimizer=build_optimizer(config, model.parameters()),
+        optimizer=build_optimizer(config, model.parameters(), undecayed),
         clock=clock,
         forward=torch.compile(model) if config.compile else model,
         scaler=torch.amp.GradScaler(prepared.device.type, enabled=config.precision == "fp16"),

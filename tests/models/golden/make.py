@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.models.build import build_model
 
@@ -35,6 +35,8 @@ class Case(NamedTuple):
     losses: int
     lr: float
     momentum: float = 0.9
+    vocabulary: int | None = None
+    """Of samples that are tokens."""
 
 
 MNIST_SHAPE, CIFAR_SHAPE = (1, 28, 28), (3, 32, 32)
@@ -52,17 +54,33 @@ CASES = {
     "vgg19": Case(CIFAR_SHAPE, 4, 4, 1e-6),
     "resnet18": Case((3, 16, 16), 8, 4, 1e-4),
     "resnet34": Case((3, 16, 16), 8, 4, 2e-5),
+    "gpt-nano": Case((16,), 8, 8, 0.4, vocabulary=40),
+    "gpt-micro": Case((16,), 8, 6, 0.05, vocabulary=40),
+    "gpt-mini": Case((12,), 4, 4, 0.05, vocabulary=40),
 }
 """Batch norm makes the first gradients large, so the learning rate is small."""
 
 
-def batch(sample_shape: tuple[int, ...], samples: int) -> tuple[Tensor, Tensor]:
-    """Return inputs from -1 to 1 and labels from integer formulas, equal on every machine."""
-    sample = torch.arange(samples).unsqueeze(1)
-    pixel = torch.arange(torch.Size(sample_shape).numel()).unsqueeze(0)
+def build(name: str, case: Case, seed: int = 0) -> nn.Module:
+    has_tokens = case.vocabulary is not None
+    classes = case.vocabulary or CLASSES
+    return build_model(name, case.sample_shape, classes, seed, has_tokens=has_tokens)
+
+
+def batch(case: Case) -> tuple[Tensor, Tensor]:
+    """Return inputs and labels from integer formulas, equal on every machine.
+
+    Inputs are numbers from -1 to 1, or windows of tokens whose labels are the next tokens.
+    """
+    sample = torch.arange(case.batch).unsqueeze(1)
+    elements = torch.Size(case.sample_shape).numel()
+    pixel = torch.arange(elements + (case.vocabulary is not None)).unsqueeze(0)
     levels = (pixel * pixel * (2 * sample + 3) + 37 * pixel + 101 * sample) % 255
-    inputs = levels.reshape(samples, *sample_shape).double() / 127 - 1
-    return inputs, 7 * torch.arange(samples) % CLASSES
+    if case.vocabulary is not None:
+        tokens = levels % case.vocabulary
+        return tokens[:, :-1], tokens[:, 1:]
+    inputs = levels.reshape(case.batch, *case.sample_shape).double() / 127 - 1
+    return inputs, 7 * torch.arange(case.batch) % CLASSES
 
 
 def linear(inputs: Tensor, weights: Weights) -> Tensor:
@@ -137,6 +155,43 @@ def resnet(*blocks: int) -> Callable[[Tensor, Weights], Tensor]:
     return forward
 
 
+def gpt(blocks: int, heads: int) -> Callable[[Tensor, Weights], Tensor]:
+    def forward(tokens: Tensor, weights: Weights) -> Tensor:
+        embedding = next(weights)
+        hidden = embedding[tokens]
+        for _ in range(blocks):
+            inner = root_mean_square_norm(hidden, weights) @ next(weights).T
+            attended = [
+                attention(*parts)
+                for parts in zip(*(part.chunk(heads, 2) for part in inner.chunk(3, 2)), strict=True)
+            ]
+            hidden = hidden + torch.cat(attended, 2) @ next(weights).T
+            inner = root_mean_square_norm(hidden, weights) @ next(weights).T
+            gate, expanded = inner.chunk(2, 2)
+            hidden = hidden + (gate * torch.sigmoid(gate) * expanded) @ next(weights).T
+        scores: Tensor = root_mean_square_norm(hidden, weights) @ embedding.T
+        return scores
+
+    return forward
+
+
+def attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """One head; element i and element i + width / 2 of a vector are a complex number."""
+    length, width = queries.shape[1:]
+    exponents = torch.arange(width // 2).double() / (width // 2)
+    angles = torch.arange(length).double().outer(10_000.0**-exponents)
+    turns = torch.polar(torch.ones_like(angles), angles)
+    numbers = [torch.complex(*part.chunk(2, 2)) * turns for part in (queries, keys)]
+    scores = (numbers[0] @ numbers[1].conj().transpose(1, 2)).real / width**0.5
+    is_later = torch.ones(length, length).triu(1).bool()
+    shares: Tensor = scores.masked_fill(is_later, -torch.inf).exp()
+    return shares / shares.sum(2, keepdim=True) @ values
+
+
+def root_mean_square_norm(hidden: Tensor, weights: Weights) -> Tensor:
+    return hidden / (hidden.square().mean(-1, keepdim=True) + 1e-5).sqrt() * next(weights)
+
+
 def convolve(images: Tensor, weights: Weights, stride: int = 1, padding: int = 0) -> Tensor:
     """Convolution without bias, then batch norm."""
     return normalize(F.conv2d(images, next(weights), stride=stride, padding=padding), weights)
@@ -173,26 +228,29 @@ FORWARD: dict[str, Callable[[Tensor, Weights], Tensor]] = {
     "vgg19": vgg(2, 2, 4, 4, 4),
     "resnet18": resnet(2, 2, 2, 2),
     "resnet34": resnet(3, 4, 6, 3),
+    "gpt-nano": gpt(3, 3),
+    "gpt-micro": gpt(4, 4),
+    "gpt-mini": gpt(6, 6),
 }
 
 
 def reference_losses(name: str, case: Case) -> list[float]:
     """Return the loss before each of the first updates, all on one batch."""
-    model = build_model(name, case.sample_shape, CLASSES, seed=0)
     weights = [
         weight.detach().double().requires_grad_(weight.requires_grad)
-        for weight in model.parameters()
+        for weight in build(name, case).parameters()
     ]
     trained = [weight for weight in weights if weight.requires_grad]
     velocities = [torch.zeros_like(weight) for weight in trained]
-    images, labels = batch(case.sample_shape, case.batch)
+    inputs, labels = batch(case)
+    labels = labels.flatten()
     losses = []
     for _ in range(case.losses):
         remaining = iter(weights)
-        scores = FORWARD[name](images, remaining)
+        scores = FORWARD[name](inputs, remaining).flatten(0, -2)
         if next(remaining, None) is not None:
             raise ValueError(f"{name} has parameters that the reference does not use")
-        right = scores[torch.arange(case.batch), labels]
+        right = scores[torch.arange(len(labels)), labels]
         loss = (scores.exp().sum(1).log() - right).mean()
         losses.append(loss.item())
         gradients = torch.autograd.grad(loss, trained)
@@ -205,7 +263,8 @@ def reference_losses(name: str, case: Case) -> list[float]:
 
 def main() -> None:
     for name in sys.argv[1:] or CASES:
-        curve = {**CASES[name]._asdict(), "losses": reference_losses(name, CASES[name])}
+        case = {key: value for key, value in CASES[name]._asdict().items() if value is not None}
+        curve = {**case, "losses": reference_losses(name, CASES[name])}
         path = Path(__file__).with_name(f"{name}.json")
         path.write_text(json.dumps(curve, indent=1) + "\n")
 

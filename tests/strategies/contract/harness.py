@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD
+from torch.optim import SGD, Optimizer
 
 from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
@@ -82,14 +82,17 @@ def make_optimizer(weights: Iterable[nn.Parameter], task: Task) -> SGD:
     return SGD(weights, lr=task.lr, momentum=task.momentum, weight_decay=task.weight_decay)
 
 
-def build_replica(model: nn.Module, connections: Connections, task: Task) -> Replica:
+def build_replica(
+    model: nn.Module, connections: Connections, task: Task, optimizer: Optimizer | None = None
+) -> Replica:
+    """Build a replica with the optimizer of the task, or another one."""
     trainable = [weight for weight in model.parameters() if weight.requires_grad]
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     if task.loss_scale is not None:
         scaler = torch.amp.GradScaler("cpu", init_scale=task.loss_scale)
     return Replica(
         model=model,
-        optimizer=make_optimizer(trainable, task),
+        optimizer=optimizer or make_optimizer(trainable, task),
         clock=PhaseClock(),
         forward=model,
         scaler=scaler,

@@ -67,7 +67,7 @@ def fit(connections: Connections, name: str, task: RegressionTask) -> Fitted:
         losses, weights = [_loss(strategy)], []
         for step in range(task.steps):
             if step == task.save_after:
-                saved = _saved(strategy)
+                saved = saved_state(strategy)
                 strategy.finish()
                 strategy = _begin(connections, name, task, seed=99)
                 run_state.restore(saved, strategy.replica, strategy)
@@ -113,7 +113,7 @@ def _loss(strategy: Strategy) -> float:
         return float(F.mse_loss(strategy.replica.model(inputs), targets))
 
 
-def _saved(strategy: Strategy) -> dict[str, object]:
+def saved_state(strategy: Strategy) -> dict[str, object]:
     """Return the state of a checkpoint on every rank, as if read from a file."""
     communicator = strategy.replica.communicator
     gathered = run_state.gather(strategy.replica, strategy, Progress(), {})

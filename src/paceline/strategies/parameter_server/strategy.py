@@ -41,6 +41,7 @@ from paceline.strategies.parameter_server.client import ServerClient
 from paceline.strategies.parameter_server.protocol import DTYPES, State
 from paceline.strategies.parameter_server.server import Server
 from paceline.strategies.replica import Replica
+from paceline.strategies.sharded import optimizer_weights
 from paceline.strategies.strategy import (
     Assignment,
     AssignmentRequest,
@@ -185,7 +186,9 @@ class ParameterServer(ServerStrategy):
         return {"staleness": self.staleness.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.staleness.load_state_dict(state["staleness"])
+        # Checkpoints of other strategies have none.
+        if "staleness" in state:
+            self.staleness.load_state_dict(state["staleness"])
 
     def cost(self, shape: ModelShape, network: Network) -> Cost:
         """Return the cost of a step: servers receive and sum all gradients, and reply with weights.
@@ -209,6 +212,10 @@ class ServerCheckpointState(CheckpointState):
         super().__init__(replica)
         self._weights = weights
         self._servers = servers
+        ordered = optimizer_weights(replica.optimizer)
+        positions = {id(weight): index for index, weight in enumerate(ordered)}
+        self._indices = [positions[id(weight)] for weight in replica.trainable]
+        """Positions of the weights in the optimizer, whose groups have another order."""
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         state = super().optimizer_state_dict()
@@ -216,16 +223,15 @@ class ServerCheckpointState(CheckpointState):
         self._servers.barrier()
         if self.replica.communicator.rank:
             return state
-        count = len(self.replica.trainable)
-        own: dict[int, dict[str, Any]] = {index: {} for index in range(count)}
+        own: dict[int, dict[str, Any]] = {index: {} for index in self._indices}
         for name, value in saved.items():
             if isinstance(value, Tensor):
                 values: list[Any] = self._weights.views_of(value)
             elif value is None:
-                values = [None] * count
+                values = [None] * len(own)
             else:
                 values = [torch.tensor(value) for _ in own]
-            for index, each in enumerate(values):
+            for index, each in zip(self._indices, values, strict=True):
                 own[index][name] = each
         return {**state, "state": {index: each for index, each in own.items() if each}}
 
@@ -244,7 +250,7 @@ class ServerCheckpointState(CheckpointState):
 
     def _flatten(self, name: str, state: dict[int, dict[str, Any]]) -> Tensor | float | None:
         """Concatenate one entry of the optimizer state over all weights."""
-        values = [state[index][name] for index in sorted(state)]
+        values = [state[index][name] for index in self._indices]
         if values[0] is None:
             return None
         if values[0].dim() == 0 and name == "step":
@@ -263,5 +269,11 @@ def _check(replica: Replica) -> None:
     kinds = {weight.dtype for weight in replica.trainable}
     if len(kinds) > 1 or not kinds <= set(DTYPES):
         problems.append("--strategy parameter_server: requires weights of one floating-point dtype")
+    groups = replica.optimizer.param_groups
+    if any(group["weight_decay"] != groups[0]["weight_decay"] for group in groups):
+        problems.append(
+            "--weight-decay: strategy parameter_server updates all weights in the same way, but the"
+            " model excludes some of them from weight decay; use --weight-decay 0"
+        )
     if problems:
         raise ConfigError(problems)

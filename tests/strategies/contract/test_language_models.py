@@ -1,0 +1,222 @@
+"""GPT in every strategy: several workers match one, and resumed training matches uninterrupted.
+
+The embedding is also the head, so each backward pass uses it twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.comm import in_process
+from paceline.comm.communicator import Communicator
+from paceline.config import from_mapping
+from paceline.data.sampling import shard_bounds
+from paceline.errors import ConfigError
+from paceline.models.build import build_model
+from paceline.models.gpt import GPT
+from paceline.strategies import STRATEGIES, create_strategy
+from paceline.strategies.shared.gradients import EARLY_PUBLISH_BYTES
+from paceline.strategies.strategy import ServerStrategy, Strategy
+from paceline.training import run_state
+from paceline.training.loss import cross_entropy
+from paceline.training.optimizer import build_optimizer
+from tests.strategies.contract.harness import (
+    Connections,
+    Task,
+    build_replica,
+    options_of,
+    run_ranks,
+    strategy_cases,
+)
+from tests.strategies.contract.regression import saved_state
+from tests.strategies.contract.test_models import (
+    ONE_OF_A_KIND,
+    ROUNDING_OF_DOUBLES,
+    SEEDING,
+    SYNCHRONOUS,
+)
+from tests.support.worker_pool import WorkerPool
+
+LENGTH, VOCABULARY = 12, 32
+
+
+@dataclass(frozen=True)
+class GptTask(Task):
+    batches: tuple[int, ...] = (4, 1, 3, *(4,) * 17)
+    """The second batch has a sample for one of two workers only."""
+    lr: float = 0.05
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    """Zero for parameter servers, which have one parameter group."""
+    optimizer: str = "sgd"
+    vocabulary: int = VOCABULARY
+    model_options: tuple[tuple[str, str], ...] = ()
+    dtype: torch.dtype = torch.float64
+    save_after: int | None = None
+    """After this step, the state is saved and training continues with new objects."""
+    before: str = ""
+    """Strategy of the first steps, if another one resumes."""
+
+
+ADAMW = GptTask(optimizer="adamw", lr=1e-3, weight_decay=0.1)
+
+ONE_WITHOUT_SERVERS = [
+    name for name in ONE_OF_A_KIND if not issubclass(STRATEGIES.load(name), ServerStrategy)
+]
+
+
+def begin(connections: Connections, name: str, task: GptTask, seed: int) -> Strategy:
+    with SEEDING:
+        model = build_model(
+            "gpt-nano",
+            (LENGTH,),
+            task.vocabulary,
+            seed,
+            options=dict(task.model_options),
+            has_tokens=True,
+        ).to(task.dtype)
+    assert isinstance(model, GPT)
+    keys = ("optimizer", "lr", "momentum", "weight_decay")
+    config = from_mapping({key: getattr(task, key) for key in keys})
+    optimizer = build_optimizer(config, model.parameters(), model.undecayed_weights())
+    assert len(optimizer.param_groups) == 2
+    strategy = create_strategy(name, options_of(name, task))
+    strategy.setup(build_replica(model, connections, task, optimizer))
+    return strategy
+
+
+def train(connections: Connections, name: str, task: GptTask) -> dict[str, Tensor]:
+    """Return the final weights. Ranks start with different weights."""
+    strategy = begin(connections, task.before or name, task, seed=connections.communicator.rank)
+    generator = torch.Generator().manual_seed(2)
+    for step, samples in enumerate(task.batches):
+        if step == task.save_after:
+            saved = saved_state(strategy)
+            strategy.finish()
+            strategy = begin(connections, name, task, seed=99)
+            run_state.restore(saved, strategy.replica, strategy)
+        windows = torch.randint(task.vocabulary, (samples, LENGTH + 1), generator=generator)
+        train_step(strategy, windows, task)
+    strategy.finish()
+    state = strategy.replica.model.state_dict()
+    return {key: value.detach().clone() for key, value in state.items()}
+
+
+def train_step(strategy: Strategy, windows: Tensor, task: GptTask) -> None:
+    replica, samples = strategy.replica, len(windows)
+    world_size, rank = replica.communicator.world_size, replica.communicator.rank
+    part = shard_bounds(samples, [1.0] * world_size, rank)
+    weight = (part.stop - part.start) / samples
+    replica.begin_batch(part.stop - part.start, samples)
+    own = windows[part if weight else slice(0, 1)]
+    chunks = own.tensor_split(min(task.accumulate, len(own)))
+    for number, chunk in enumerate(chunks, 1):
+        replica.is_last_microbatch = number == len(chunks)
+        loss = cross_entropy(replica.forward(chunk[:, :-1]), chunk[:, 1:])
+        strategy.backward(loss * (weight * len(chunk) / len(own)))
+    strategy.step()
+
+
+@cache
+def alone(task: GptTask) -> dict[str, Tensor]:
+    task = replace(task, before="", save_after=None)
+
+    def work(communicator: Communicator) -> dict[str, Tensor]:
+        return train(Connections(communicator), "single", task)
+
+    return in_process.run(1, work)[0]
+
+
+def assert_matches_one_worker(pool: WorkerPool, name: str, workers: int, task: GptTask) -> None:
+    expected = alone(task)
+    for own in run_ranks(pool, workers, train, name, task):
+        assert own.keys() == expected.keys()
+        for key, values in expected.items():
+            apart = (own[key] - values).abs().max() / values.abs().max()
+            assert apart < ROUNDING_OF_DOUBLES, key
+
+
+@pytest.mark.parametrize(("name", "workers"), strategy_cases(SYNCHRONOUS, (2,)))
+def test_gpt_matches_one_worker(pool: WorkerPool, name: str, workers: int) -> None:
+    assert len(GptTask().batches) == 20
+    assert_matches_one_worker(pool, name, workers, GptTask())
+
+
+@pytest.mark.parametrize(("name", "workers"), strategy_cases(ONE_WITHOUT_SERVERS, (2, 3)))
+def test_gpt_with_weight_decay_matches_one_worker(
+    pool: WorkerPool, name: str, workers: int
+) -> None:
+    assert_matches_one_worker(pool, name, workers, ADAMW)
+
+
+@pytest.mark.parametrize(("name", "workers"), strategy_cases(["allreduce", "overlap", "ddp"], (2,)))
+def test_gpt_with_muon_matches_one_worker(pool: WorkerPool, name: str, workers: int) -> None:
+    task = GptTask(optimizer="muon", lr=1e-3, weight_decay=0.1, batches=(4,) * 5)
+    # Matrices are orthogonalized in float32.
+    expected = alone(task)
+    for own in run_ranks(pool, workers, train, name, task):
+        for key, values in expected.items():
+            assert (own[key] - values).abs().max() < 1e-5 * values.abs().max(), key
+
+
+@pytest.mark.parametrize(("name", "workers"), strategy_cases(ONE_OF_A_KIND, (2,)))
+def test_gpt_with_recomputed_activations_and_accumulation_matches_one_worker(
+    pool: WorkerPool, name: str, workers: int
+) -> None:
+    task = GptTask(accumulate=2, model_options=(("checkpoint", "true"),))
+    assert_matches_one_worker(pool, name, workers, task)
+
+
+@pytest.mark.parametrize(("name", "workers"), strategy_cases(ONE_OF_A_KIND, (2,)))
+def test_large_tied_embedding_is_exchanged_once_per_step(
+    pool: WorkerPool, name: str, workers: int
+) -> None:
+    """Strategies raise if a weight gets a second gradient after its exchange began."""
+    task = GptTask(vocabulary=4096, batches=(4,) * 3)
+    assert task.vocabulary * 48 * 8 > EARLY_PUBLISH_BYTES
+    assert_matches_one_worker(pool, name, workers, task)
+
+
+def assert_resumes(pool: WorkerPool, name: str, workers: int, task: GptTask) -> None:
+    task = replace(task, batches=(4, 3, 4, 2, 4), dtype=torch.float32)
+    straight = run_ranks(pool, workers, train, name, task)
+    resumed = run_ranks(pool, workers, train, name, replace(task, save_after=2))
+    for rank, (own, expected) in enumerate(zip(resumed, straight, strict=True)):
+        for key, values in expected.items():
+            assert torch.equal(own[key], values), f"rank {rank}: {key}"
+
+
+@pytest.mark.parametrize(("name", "workers"), strategy_cases(STRATEGIES.names(), (2,)))
+def test_resumed_gpt_is_bit_identical(pool: WorkerPool, name: str, workers: int) -> None:
+    assert_resumes(pool, name, workers, GptTask())
+
+
+@pytest.mark.parametrize(("name", "workers"), strategy_cases(ONE_WITHOUT_SERVERS, (2,)))
+def test_resumed_gpt_with_weight_decay_is_bit_identical(
+    pool: WorkerPool, name: str, workers: int
+) -> None:
+    assert_resumes(pool, name, workers, ADAMW)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("sharded", "fsdp"), ("fsdp", "shared"), ("allreduce", "sharded")],
+)
+def test_another_strategy_resumes_gpt(pool: WorkerPool, before: str, after: str) -> None:
+    assert_matches_one_worker(pool, after, 2, replace(ADAMW, before=before, save_after=7))
+
+
+def test_parameter_servers_resume_gpt_from_another_strategy(pool: WorkerPool) -> None:
+    """The optimizer has the weights in another order than the model."""
+    task = GptTask(before="allreduce", save_after=7)
+    assert_matches_one_worker(pool, "parameter_server", 2, task)
+
+
+def test_parameter_servers_reject_weight_decay_of_some_weights(pool: WorkerPool) -> None:
+    with pytest.raises(ConfigError, match="use --weight-decay 0"):
+        run_ranks(pool, 1, train, "parameter_server", ADAMW)
