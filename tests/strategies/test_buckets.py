@@ -54,6 +54,22 @@ def test_second_gradient_in_one_step_is_rejected() -> None:
     in_process.run(1, work)
 
 
+def test_step_can_begin_again_after_it_was_discarded() -> None:
+    def work(communicator: Communicator) -> Tensor:
+        strategy = create_strategy("overlap", {"bucket_mib": "0.0001"})
+        strategy.setup(toy.replica(communicator, toy.sgd()))
+        toy.train(strategy, range(2))
+        toy.compute(strategy, 2, 0, [1.0])
+        strategy.discard_step()
+        toy.train(strategy, range(2, 4))
+        strategy.finish()
+        return toy.weights_of(strategy.replica)
+
+    [weights] = in_process.run(1, work)
+    [expected] = toy.trained(1, lambda: create_strategy("overlap", {}), 4, toy.sgd())
+    assert torch.equal(weights, expected)
+
+
 SIZES = [0.25, 3.0, 0.5, 0.5, 1.0, 4.0, 0.25]
 """MiB of weights, in the order of their gradients."""
 

@@ -293,6 +293,25 @@ def test_failed_capture_may_end_the_run() -> None:
         graphs.run("step", lambda: torch.ones(1) * float(torch.ones(1)))
 
 
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+def test_update_that_cannot_be_captured_runs_eagerly(clip_norm: float | None) -> None:
+    # With fp16, the program reads whether a gradient overflowed before a step of Muon.
+    config = config_of(
+        model="mlp", optimizer="muon", precision="fp16", lr=0.002, clip_norm=clip_norm
+    )
+    reasons: list[str] = []
+
+    def make(replica: Replica) -> GraphCache:
+        def on_failure(reason: str) -> None:
+            reasons.append(reason)
+            replica.discard_step()
+
+        return cache_of(RecordingBackend(), on_failure=on_failure)(replica)
+
+    assert Trained(config, make).state == Trained(config, None).state
+    assert len(reasons) == 1
+
+
 def test_ranks_capture_together_or_not_at_all() -> None:
     def train(communicator: Communicator) -> tuple[bool, str | None, list[float]]:
         def step() -> torch.Tensor:

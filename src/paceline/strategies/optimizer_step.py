@@ -44,6 +44,15 @@ def overflow(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> Tensor:
     return next(iter(found.values()))
 
 
+def discard_unscaling(scaler: torch.amp.GradScaler) -> None:
+    """Let the scaler unscale gradients again; it refuses to do so twice before an update.
+
+    torch has no public function for it.
+    """
+    if scaler.is_enabled():
+        scaler._per_optimizer_states.clear()
+
+
 class FusedSgdStep:
     """Calls the kernel of fused SGD directly if nothing has changed since the last step."""
 

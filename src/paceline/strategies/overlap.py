@@ -213,14 +213,21 @@ class Overlap(GradientAveraging):
             self._meter.end_last(self._timeline.mark())
         transfers = self._meter.end_step(backward_ended)
         self.replica.update()
-        self._started = []
-        for bucket in self._buckets:
-            bucket.missing.update(bucket.members)
+        self._empty_buckets()
         if self._observed is not None:
             self._adopt_order(self._observed)
         elif self._tuner is not None and self._ready is not None:
             spans = [transfer.span() for transfer in transfers]
             self._tune(self._tuner, self._ready, backward_ended, spans)
+
+    def discard_step(self) -> None:
+        super().discard_step()
+        self._empty_buckets()
+
+    def _empty_buckets(self) -> None:
+        self._started = []
+        for bucket in self._buckets:
+            bucket.missing.update(bucket.members)
 
     def _adopt_order(self, observed: Sequence[int]) -> None:
         """After the first step, use the order of rank 0's gradients on all ranks. Collective."""

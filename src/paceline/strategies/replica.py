@@ -12,7 +12,12 @@ from torch.optim import Optimizer
 from paceline.comm.communicator import Communicator
 from paceline.comm.connection import Connection
 from paceline.measure.phase_clock import ExposedIntervals, PhaseClock
-from paceline.strategies.optimizer_step import FusedSgdStep, lacks_momentum, step_unless_overflow
+from paceline.strategies.optimizer_step import (
+    FusedSgdStep,
+    discard_unscaling,
+    lacks_momentum,
+    step_unless_overflow,
+)
 from paceline.strategies.sync_batch_norm import SyncBatchNorm
 
 
@@ -168,6 +173,11 @@ class Replica:
         step_unless_overflow(self.scaler, self._step)
         self.scaler.update()
         self.clear_gradients()
+
+    def discard_step(self) -> None:
+        """Forget the gradients of a step that did not run."""
+        self.clear_gradients()
+        discard_unscaling(self.scaler)
 
     def clear_gradients(self) -> None:
         if self.flat_gradients is None:

@@ -113,6 +113,10 @@ class Strategy:
         """Return what tells steps with different GPU work apart; each kind has its own graph."""
         return None
 
+    def discard_step(self) -> None:
+        """Forget what `backward` and `step` began in a capture that failed: none of it ran."""
+        self.replica.discard_step()
+
     def replay_observers(self) -> list[Any]:
         """Return what has to know about captures and replays (training/cuda_graph.py)."""
         return self.replica.communicator.replay_observers()

@@ -335,8 +335,7 @@ class Trainer:
     def _continue_eagerly(self, reason: str) -> None:
         if self.config.cuda_graph == "on":
             raise UserCodeError(f"--cuda-graph on: a step cannot be captured: {reason}; use auto")
-        # They are memory of the failed capture.
-        self.replica.clear_gradients()
+        self.prepared.strategy.discard_step()
         self._warn(f"no CUDA graph of the steps, which take longer without one: {reason}")
 
     def _build_tracer(self) -> Tracer:
