@@ -25,8 +25,6 @@ _MIN_ROWS_EACH = 128
 _MAX_PROGRAMS = 512
 """Of a sum over all rows: enough to keep every processor of a large GPU busy. One program adds up
 the sums of all, so there should not be many more."""
-_MIN_ELEMENTS = 4 * 2**20
-"""Smaller activations fit in the cache of a large GPU, where torch's kernels are as fast."""
 
 
 def use_fast_batch_norm(model: nn.Module) -> bool:
@@ -74,8 +72,8 @@ class FastBatchNorm2d(nn.BatchNorm2d):
             and input.dtype == torch.bfloat16
             and self.weight.dtype == torch.float32
             and input.is_contiguous(memory_format=torch.channels_last)
-            # Offsets are 32-bit integers.
-            and _MIN_ELEMENTS <= input.numel() < 2**31
+            # torch rejects a single value per channel. Offsets are 32-bit integers.
+            and self.num_features < input.numel() < 2**31
         )
 
     def _normalize(self, input: Tensor) -> Tensor:
