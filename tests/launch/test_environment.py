@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+
 import pytest
 import torch
 
 from paceline import cli
+from paceline.comm import hierarchical, shared_gpu
 from paceline.comm.rank_info import SINGLE_PROCESS, RankInfo
+from paceline.config import RunConfig
 from paceline.errors import UsageError
+from paceline.launch import worker
 from paceline.launch.environment import detect
 from paceline.launch.worker import has_own_gpu
 
@@ -159,3 +166,57 @@ def test_a_node_of_an_emulated_cluster_has_no_gpu_of_its_own(
     assert has_own_gpu(SINGLE_PROCESS)
     monkeypatch.setenv("PACELINE_CLUSTER", "/run/paceline/clusters/c.json")
     assert not has_own_gpu(SINGLE_PROCESS)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "nnodes", "communicator", "cluster", "expected"),
+    [
+        (0, 1, "torch", False, "gloo"),
+        (2, 1, "torch", False, "nccl"),
+        (2, 2, "torch", False, "nccl"),
+        (1, 1, "torch", False, "shared GPU"),
+        (1, 2, "torch", False, "gloo"),
+        (1, 1, "hierarchical", False, "gloo"),
+        (1, 1, "torch", True, "gloo"),
+        (2, 1, "torch", True, "gloo"),
+    ],
+)
+def test_workers_connect_by_what_their_gpus_allow(
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: int,
+    nnodes: int,
+    communicator: str,
+    cluster: bool,
+    expected: str,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    if cluster:
+        monkeypatch.setenv("PACELINE_CLUSTER", "nodes=2")
+    else:
+        monkeypatch.delenv("PACELINE_CLUSTER", raising=False)
+    connected: list[str] = []
+
+    @contextmanager
+    def connect(_rendezvous: object, gpu: object = None, **_: object) -> Iterator[object]:
+        connected.append("nccl" if gpu is not None else "gloo")
+        yield None
+
+    @contextmanager
+    def connect_shared(*_: object, **__: object) -> Iterator[object]:
+        connected.append("shared GPU")
+        yield None
+
+    monkeypatch.setattr(worker, "connect", connect)
+    monkeypatch.setattr(shared_gpu, "connect", connect_shared)
+    monkeypatch.setattr(hierarchical, "connect", lambda *_: nullcontext())
+    rank_info = replace(
+        SINGLE_PROCESS,
+        world_size=2 * nnodes,
+        local_world_size=2,
+        nnodes=nnodes,
+        has_external_store=True,
+    )
+    with worker.connect_workers(RunConfig(communicator=communicator), rank_info):
+        pass
+    assert connected == [expected]

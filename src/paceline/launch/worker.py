@@ -20,7 +20,7 @@ from paceline.comm.communicator import Communicator
 from paceline.comm.objects import broadcast_json
 from paceline.comm.rank_info import SINGLE_PROCESS, RankInfo
 from paceline.comm.rendezvous import Rendezvous
-from paceline.comm.torch_distributed import connect
+from paceline.comm.torch_distributed import TorchCommunicator, connect
 from paceline.config import RunConfig, from_record
 from paceline.emulation.state import VARIABLE as CLUSTER_VARIABLE
 from paceline.errors import PacelineError
@@ -210,7 +210,6 @@ def connect_workers(
         with in_process.single() as communicator:
             yield communicator
         return
-    device = choose_device(config, rank_info.local_rank)
     rendezvous = Rendezvous(
         rank_info.rank,
         rank_info.world_size,
@@ -221,15 +220,7 @@ def connect_workers(
         # The store outlives restarts of the workers.
         name=f"{name}/{rank_info.restart_count}",
     )
-    timeout_seconds = config.timeout_seconds
-    if device.type == "cpu" or CLUSTER_VARIABLE in os.environ:
-        # Nodes of an emulated cluster share GPUs, but not the memory of GPUs.
-        connected = connect(rendezvous, timeout_seconds=timeout_seconds)
-    elif has_own_gpu(rank_info):
-        connected = connect(rendezvous, gpu=device, timeout_seconds=timeout_seconds)
-    else:
-        connected = shared_gpu.connect(rendezvous, device, timeout_seconds=timeout_seconds)
-    with connected as network:
+    with _connect(config, rank_info, rendezvous) as network:
         if not is_agreed:
             agree_on_config(config, network)
         if config.communicator == "torch":
@@ -237,6 +228,18 @@ def connect_workers(
             return
         with hierarchical.connect(network, rank_info.node_rank) as communicator:
             yield communicator
+
+
+def _connect(config: RunConfig, rank_info: RankInfo, rendezvous: Rendezvous) -> TorchCommunicator:
+    """Connect by torch.distributed, and on GPUs by what their number allows. Collective."""
+    device, seconds = choose_device(config, rank_info.local_rank), config.timeout_seconds
+    if device.type == "cuda" and has_own_gpu(rank_info):
+        return connect(rendezvous, gpu=device, timeout_seconds=seconds)
+    # Nodes of an emulated cluster share GPUs, but must not share their memory.
+    is_one_machine = rank_info.nnodes == 1 and CLUSTER_VARIABLE not in os.environ
+    if device.type == "cuda" and is_one_machine and config.communicator == "torch":
+        return shared_gpu.connect(rendezvous, device, timeout_seconds=seconds)
+    return connect(rendezvous, timeout_seconds=seconds)
 
 
 def has_own_gpu(rank_info: RankInfo) -> bool:

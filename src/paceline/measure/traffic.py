@@ -154,7 +154,8 @@ class Traffic:
             if self._capturing is None:
                 self._unsettled.append(transfer)
                 if len(self._unsettled) >= MAX_UNSETTLED_TRANSFERS:
-                    self.settle()
+                    # Not the last ones, which the GPU has not completed yet.
+                    self._settle_until(self._settled + MAX_UNSETTLED_TRANSFERS // 2)
             return
         if transfer.is_logged:
             transfer.complete()
