@@ -24,6 +24,7 @@ from paceline.comm.objects import first_value
 from paceline.config import RunConfig
 from paceline.config.parsing import from_mapping
 from paceline.data.loading import load_dataset
+from paceline.data.pipeline import InputPipeline
 from paceline.data.resident import ResidentEvaluationPipeline, ResidentPipeline
 from paceline.data.sampling import GlobalBatchSampler
 from paceline.launch import launcher
@@ -38,6 +39,7 @@ from paceline.training.optimizer import build_optimizer, keep_rate_on_device
 from paceline.training.precision import autocast
 from paceline.training.rank_report import weights_sha256
 from paceline.training.step import TrainStep
+from tests.support import toy_replicas as toy
 from tests.support.recorded_graph import GraphError, RecordingBackend
 
 CPU = torch.device("cpu")
@@ -327,6 +329,22 @@ def test_ranks_capture_together_or_not_at_all() -> None:
     assert [losses for *_, losses in outcomes] == [[1.0] * 3] * 3
     assert not any(captured for captured, *_ in outcomes)
     assert len({reason for _, reason, _ in outcomes}) == 1
+
+
+def test_obstacle_of_one_rank_applies_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As with NCCL.
+    monkeypatch.setattr(Communicator, "capture_obstacle", lambda _: None)
+    config = config_of(model="mlp")
+    dataset = load_dataset(config)
+
+    def obstacle(communicator: Communicator) -> str | None:
+        strategy = create_strategy("allreduce", {})
+        strategy.setup(toy.replica(communicator, toy.sgd()))
+        kind = InputPipeline if communicator.rank == 1 else ResidentPipeline
+        pipeline = kind(dataset.train, dataset.transform, GlobalBatchSampler(40, 16, seed=3))
+        return capture_obstacle(config, torch.device("cuda", 0), pipeline, strategy)
+
+    assert in_process.run(2, obstacle) == ["the training set does not fit in GPU memory"] * 2
 
 
 def test_recorder_rejects_what_a_cuda_graph_cannot_contain() -> None:

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from paceline.comm.objects import first_value
 from paceline.config import RunConfig
 from paceline.data.pipeline import InputPipeline
 from paceline.data.resident import ResidentPipeline
@@ -38,7 +39,21 @@ MAX_FUNCTIONS = 8
 def capture_obstacle(
     config: RunConfig, device: torch.device, pipeline: InputPipeline, strategy: Strategy
 ) -> str | None:
-    """Return why the steps of a run cannot be captured; None if they can."""
+    """Return why the steps of a run cannot be captured; None if they can.
+
+    Collective if the communicator can be captured: then all ranks capture, or none.
+    """
+    communicator = strategy.replica.communicator
+    obstacle = _own_obstacle(config, device, pipeline, strategy)
+    if communicator.capture_obstacle() is None:
+        # The dataset may fit on one GPU, but not on another.
+        obstacle = first_value(communicator, obstacle)
+    return obstacle
+
+
+def _own_obstacle(
+    config: RunConfig, device: torch.device, pipeline: InputPipeline, strategy: Strategy
+) -> str | None:
     if (obstacle := settings_obstacle(config, device)) is not None:
         return obstacle
     if not isinstance(pipeline, ResidentPipeline):
