@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from threading import Event
+from time import sleep
 from typing import Any
 
 import pytest
@@ -110,6 +111,23 @@ def test_later_operation_is_checked_after_an_earlier_one(
     monitor.watch(first, CONTEXT)
     monitor.watch(Operation(), CONTEXT)
     assert failures.reported.wait(LIMIT_SECONDS)
+
+
+def test_synchronize_returns_after_a_failure_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_monitor, "CHECK_SECONDS", 0.01)
+    began = Event()
+    reported: list[PeerError] = []
+
+    def on_failure(error: PeerError) -> None:
+        began.set()
+        sleep(0.2)
+        reported.append(error)
+
+    monitor = StreamMonitor(0.01, on_failure)
+    monitor.watch(Operation(), CONTEXT)
+    assert began.wait(LIMIT_SECONDS)
+    monitor.synchronize()
+    assert len(reported) == 1
 
 
 GPU = torch.device("meta")

@@ -75,6 +75,23 @@ def test_step_runs_after_its_capture_failed() -> None:
     assert torch.equal(weights, expected)
 
 
+def test_overlap_waits_for_the_communicator_of_its_buckets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waited: list[Communicator] = []
+    monkeypatch.setattr(Communicator, "synchronize", lambda each: waited.append(each))
+
+    def work(communicator: Communicator) -> None:
+        strategy = create_strategy("overlap", {})
+        strategy.setup(toy.replica(communicator, toy.sgd()))
+        strategy.synchronize()
+        assert waited[0] is communicator
+        strategy.finish()
+
+    in_process.run(1, work)
+    assert len(set(map(id, waited))) == 2
+
+
 SIZES = [0.25, 3.0, 0.5, 0.5, 1.0, 4.0, 0.25]
 """MiB of weights, in the order of their gradients."""
 

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from paceline.analysis.run import open_run
+from paceline.comm.communicator import Communicator
 from paceline.config import from_mapping
-from paceline.errors import CheckpointError, ConfigError, RecordsError, RunError
+from paceline.errors import CheckpointError, ConfigError, PeerError, RecordsError, RunError
 from paceline.launch import launcher
 from paceline.launch.result import RunOutcome
 from paceline.models import MODELS, TOKEN_MODELS
@@ -289,6 +290,20 @@ def test_run_fails_if_its_last_background_checkpoint_cannot_be_written(
         "cannot write checkpoint: the disk hums",
     )
     check_warned(failed, tmp_path)
+
+
+def test_no_checkpoint_is_written_after_failed_communication(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error of an operation on a GPU may be known only after its step."""
+
+    def fail(_: Communicator) -> None:
+        raise PeerError("no response")
+
+    monkeypatch.setattr(Communicator, "synchronize", fail)
+    failed = uninterrupted(tmp_path, checkpoint_every=4)
+    assert (failed["status"], failed["cause"]) == ("failed", "no response")
+    assert newest_iteration(tmp_path) is None
 
 
 def test_background_checkpoint_is_written_again_after_another_failure(

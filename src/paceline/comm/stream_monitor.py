@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from time import monotonic, sleep
 from typing import Protocol
 
@@ -53,6 +53,7 @@ class StreamMonitor:
         self._last: _Watched | None = None
         self._thread: Thread | None = None
         self._closed = Event()
+        self._reporting = Lock()
 
     def watch(self, operation: Submitted, context: OperationContext) -> None:
         """Watch an operation that was just submitted."""
@@ -87,9 +88,11 @@ class StreamMonitor:
                     return False
                 raise watched.context.timed_out(self._timeout_seconds)
         except PeerError as error:
-            if not self._closed.is_set():
-                self.close()
-                self._on_failure(error)
+            with self._reporting:
+                if not self._closed.is_set():
+                    self._on_failure(error)
+                    # Last, because `synchronize` returns then, and its caller asks for the error.
+                    self.close()
             return True
 
 

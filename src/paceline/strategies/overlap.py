@@ -269,6 +269,11 @@ class Overlap(GradientAveraging):
         else:
             self._resize(tuner.bucket_mib)
 
+    def synchronize(self) -> None:
+        super().synchronize()
+        if self._communicator:
+            self._communicator.synchronize()
+
     def finish(self) -> None:
         self._meter.settle()
         for hook in self._hooks:

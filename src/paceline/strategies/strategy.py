@@ -121,6 +121,10 @@ class Strategy:
         """Return what has to know about captures and replays (training/cuda_graph.py)."""
         return self.replica.communicator.replay_observers()
 
+    def synchronize(self) -> None:
+        """Wait until a GPU has completed the communication of all steps; raise its error."""
+        self.replica.communicator.synchronize()
+
     def finish(self) -> None:
         """End training: load the final weights on every rank. Called once. Collective."""
 

@@ -161,6 +161,7 @@ class TrainingLoop:
         self._coordinator.settle()
         self._assignments.end()
         with self._clock.during("exchange"):
+            self._strategy.synchronize()
             self._strategy.finish()
         self._iteration_before = self.progress.iteration - 1
         history = self.progress.history
@@ -235,6 +236,8 @@ class TrainingLoop:
         self._meter.settle()
         self.progress.trained_seconds = self._trained_seconds()
         with self._totals.steady.outside(), self._clock.during("checkpoint"):
+            # Failed communication leaves wrong weights on a GPU.
+            self._strategy.synchronize()
             self._save_checkpoint()
 
     def _trained_seconds(self) -> float:
