@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from paceline.config import from_mapping
 from paceline.data.dataset import DatasetInfo
-from paceline.models import MODELS
+from paceline.models import MODELS, TOKEN_MODELS
 from paceline.study import duration
 from paceline.study.duration import DurationModel, samples_per_worker, speed
 
@@ -75,4 +76,6 @@ def test_user_defined_models_and_data_have_no_estimate(settings: dict[str, objec
 @pytest.mark.parametrize("model", [entry.name for entry in MODELS])
 def test_a_step_of_every_model_can_be_timed(model: str) -> None:
     outline = DatasetInfo((3, 32, 32), 10, train_samples=1, test_samples=1)
+    if model in TOKEN_MODELS:
+        outline = replace(outline, sample_shape=(16,), classes=256, has_tokens=True)
     assert 0 < duration.time_sample(from_mapping({"model": model}), outline) < math.inf

@@ -91,8 +91,18 @@ def check_resumed_equals_whole(
         assert resumed["final"][figure] == whole["final"][figure]
 
 
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"model": "tests.support.user_code:NextToken"},
+        {"model": "gpt-nano", "optimizer": "adamw", "lr": 1e-3, "weight_decay": 0.1},
+        {"model": "gpt-nano", "optimizer": "muon", "lr": 1e-3, "weight_decay": 0.1},
+        {"model": "gpt-nano", "model_options": {"checkpoint": "true"}, "precision": "bf16"},
+    ],
+    ids=str,
+)
 def test_resumed_run_on_text_is_bit_identical(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = tmp_path / "text.txt"
     text.write_text("To be, or not to be, that is the question. " * 30)
@@ -100,8 +110,8 @@ def test_resumed_run_on_text_is_bit_identical(
         "data": f"text:{text}",
         "context": 16,
         "test_samples": 5,
-        "model": "tests.support.user_code:NextToken",
         "augment": (),
+        **model,
     }
     check_resumed_equals_whole(tmp_path, 5, monkeypatch, **settings)
 
