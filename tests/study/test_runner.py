@@ -6,6 +6,7 @@ The commands are played by a stand-in that leaves the records that a run would l
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import errno
 import hashlib
 import json
@@ -259,6 +260,32 @@ def test_a_killed_cell_without_checkpoint_begins_again(stage: Stage, tmp_path: P
     config = plan.configs["batch_size-8.r1"]
     pretend_run(stage.folder, "batch_size-8.r1", config, None)
     assert state_of(stage.folder, plan.study.cells[0], config) is State.RERUN
+
+
+@pytest.mark.parametrize(
+    ("device", "has_gpu", "expected"),
+    [
+        ("auto", False, State.DONE),
+        ("cpu", True, State.DONE),
+        # Auto may choose another precision there.
+        ("auto", True, State.RERUN),
+    ],
+)
+def test_a_cell_that_a_version_without_auto_finished_on_a_cpu_is_done(
+    stage: Stage,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    has_gpu: bool,
+    expected: State,
+) -> None:
+    monkeypatch.setattr(machine, "_has_gpu", lambda: has_gpu)
+    plan = planned(tmp_path, f"grid: {{batch_size: [8], device: [{device}]}}")
+    [(name, config)] = plan.configs.items()
+    assert (config.precision, config.channels_last) == ("auto", "auto")
+    before = dataclasses.replace(config, precision="fp32", channels_last="off")
+    pretend_run(stage.folder, name, before)
+    assert state_of(stage.folder, plan.study.cells[0], config) is expected
 
 
 def test_ctrl_c_stops_the_cell_and_the_study(stage: Stage, tmp_path: Path) -> None:

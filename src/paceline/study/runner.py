@@ -125,7 +125,22 @@ def has_readable_checkpoint(run: RunFolder) -> bool:
 
 
 def same_run(one: RunConfig, other: RunConfig) -> bool:
+    """Return whether two configs are of the same run, also if an older version recorded one."""
+    if config_key(one, LOCATION_FIELDS) == config_key(other, LOCATION_FIELDS):
+        return True
+    one, other = map(_without_auto, (one, other))
     return config_key(one, LOCATION_FIELDS) == config_key(other, LOCATION_FIELDS)
+
+
+def _without_auto(config: RunConfig) -> RunConfig:
+    """Replace auto by the default of older versions, which means the same on a CPU."""
+    if config.device != "cpu" and _has_gpu():
+        return config
+    return dataclasses.replace(
+        config,
+        precision="fp32" if config.precision == "auto" else config.precision,
+        channels_last="off" if config.channels_last == "auto" else config.channels_last,
+    )
 
 
 def merge_previous(plan: Plan, folder: StudyFolder) -> Study:
