@@ -8,10 +8,11 @@ if TYPE_CHECKING:
     from paceline.compression.codec import Codec as Codec
     from paceline.launch.join import join as join
     from paceline.strategies.strategy import Strategy as Strategy
+    from paceline.training.generation import generate as generate
 
 __version__ = "0.1.0"
 
-__all__ = ["Codec", "Strategy", "__version__", "join", "train"]
+__all__ = ["Codec", "Strategy", "__version__", "generate", "join", "train"]
 
 
 def train(**settings: Any) -> dict[str, Any]:
@@ -36,6 +37,10 @@ def train(**settings: Any) -> dict[str, Any]:
 
 def __getattr__(name: str) -> Any:
     # Loaded on first use, because they import torch.
+    if name == "generate":
+        from paceline.training.generation import generate
+
+        return generate
     if name == "join":
         from paceline.launch.join import join
 

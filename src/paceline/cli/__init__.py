@@ -33,6 +33,7 @@ from paceline.errors import (
 COMMANDS = {
     "demo": "demo",
     "train": "train",
+    "generate": "generate",
     "slurm": "slurm",
     "study": "study",
     "compare": "compare",

@@ -23,11 +23,13 @@ DATASETS.register(
     "paceline.data.text:load_text",
     "your own UTF-8 text, a file or a folder of files, as byte tokens",
     argument="PATH",
+    tags=["text"],
 )
 DATASETS.register(
     "stories",
     "paceline.data.stories:STORIES",
     "synthetic stories with agreement across distance, as byte tokens; needs no files",
+    tags=["text"],
 )
 DATASETS.register("mnist", "paceline.data.mnist:MNIST", "handwritten digits, 28x28 grayscale")
 DATASETS.register(
@@ -38,3 +40,6 @@ DATASETS.register("svhn", "paceline.data.svhn:SVHN", "digits from house numbers,
 DATASETS.register(
     "svhn_extra", "paceline.data.svhn:SVHN_EXTRA", "svhn plus its 531,131 easier extra samples"
 )
+
+TEXT_DATASETS = DATASETS.tagged("text")
+"""Registered datasets whose tokens are bytes of text."""
