@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch does not list it
 
+from paceline.comm import cuda_ipc
 from paceline.comm.buffers import chunk
 from paceline.comm.communicator import Communicator
 from paceline.comm.cuda_ipc import CudaIpcMemory
@@ -174,10 +175,22 @@ def connect_large(communicator: Communicator) -> SharedGpuCommunicator:
     return shared
 
 
+def create_event_files(communicator: Communicator) -> None:
+    with connect_small(communicator) as shared:
+        shared.barrier().wait()
+
+
+def unlink_event_files(_communicator: Communicator) -> None:
+    cuda_ipc.unlink_event_files()
+
+
 @pytest.fixture(scope="module")
 def gpu_pool() -> Iterator[WorkerPool]:
     with WorkerPool(3) as workers:
+        # CUDA keeps files in /dev/shm from the first event that a process exports on.
+        workers.run(3, create_event_files)
         yield workers
+        workers.run(3, unlink_event_files)
 
 
 @pytest.mark.gpu

@@ -9,6 +9,7 @@ what they have submitted (shm/collectives.py).
 
 from __future__ import annotations
 
+import atexit
 import base64
 import os
 from collections.abc import Sequence
@@ -91,12 +92,13 @@ class CudaIpcMemory:
             failure = str(error).splitlines()[0]
         _raise_first(broadcast_json(bootstrap, gather_json(bootstrap, failure)))
         self._last = torch.cuda.Event()
-        _in_use.add(id(self))
 
     def _export(self, size_bytes: int, events: int) -> list[Any]:
         """Allocate memory and events; return what other processes need to map them."""
         self._own = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
         self._events = [torch.cuda.Event(interprocess=True) for _ in range(events)]
+        atexit.unregister(unlink_event_files)
+        atexit.register(unlink_event_files)
         return [
             str(torch.cuda.get_device_properties(self._device).uuid),
             _encode(self._own.untyped_storage()._share_cuda_()),
@@ -149,17 +151,14 @@ class CudaIpcMemory:
         self._events.clear()
         # Removes torch's file of reference counts from /dev/shm.
         torch.cuda.ipc_collect()
-        _in_use.discard(id(self))
-        if not _in_use:
-            _unlink_files_of_events()
 
 
-_in_use: set[int] = set()
-"""Objects of this process whose events other processes may still open."""
+def unlink_event_files() -> None:
+    """Unlink the files of this process's interprocess events, when it exits.
 
-
-def _unlink_files_of_events() -> None:
-    """Unlink the files of interprocess events, which CUDA does only if a process exits normally."""
+    CUDA does so itself, but not for a process that ends by `os._exit`, as workers do. Afterward, no
+    other process can open an event of this one.
+    """
     for path in Path("/dev/shm").glob(f"cuda.shm.*.{os.getpid():x}.*"):
         with suppress(OSError):
             path.unlink()
