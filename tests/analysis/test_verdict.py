@@ -222,6 +222,12 @@ def test_times_to_different_targets_are_not_compared(tmp_path: Path) -> None:
     assert "to the target" not in headline(judged(tmp_path))
 
 
+def test_an_accuracy_and_a_loss_are_different_targets(tmp_path: Path) -> None:
+    for name, target in (("a", "target_accuracy"), ("b", "target_loss")):
+        write_run(tmp_path, FakeRun(name, {target: 0.8}, seconds_to_target=1.0))
+    assert "to the target" not in headline(judged(tmp_path))
+
+
 def test_who_did_not_reach_the_target_is_named(tmp_path: Path) -> None:
     reach = {"target_accuracy": 0.8}
     write_run(tmp_path, FakeRun("a", {**reach, "lr": 0.01}, seconds_to_target=1.0))

@@ -217,6 +217,7 @@ def test_a_learning_rate_must_be_finite_and_positive(value: str) -> None:
         ({"batch_size": 3, "nproc_per_node": 4}, "--batch-size"),
         ({"node_rank": 2, "nnodes": 2}, "--node-rank"),
         ({"nesterov": True, "momentum": 0}, "--nesterov"),
+        ({"target_accuracy": 0.5, "target_loss": 1.0}, "--target-accuracy and --target-loss: use"),
         ({"schedule": "steps"}, "--lr-steps"),
         ({"schedule": "steps", "lr_steps": "fast:1"}, "--lr-steps"),
         ({"name": "../escape"}, "--name"),

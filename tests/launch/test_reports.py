@@ -41,6 +41,7 @@ EVALUATION = {
     "seconds": 0.5,
     "test_loss": 0.25,
     "test_accuracy": 0.75,
+    "metrics": {"accuracy": 0.75, "perplexity": None},
     "train_loss": 0.5,
     "learning_rate": 0.1,
 }
@@ -140,6 +141,8 @@ BAD = [
     ({"of": [HUGE]}, "worker.extra"),
     (DEEP, "worker.extra"),
     (NAN, "history.0.test_loss"),
+    (NAN, "history.0.metrics.perplexity"),
+    ("x", "history.0.metrics"),
     ("x", "history.0.test_accuracy"),
     (None, "history.0.iteration"),
     (5, "history"),

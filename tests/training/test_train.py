@@ -220,6 +220,40 @@ def test_target_accuracy_stops_the_run_and_its_time_excludes_evaluation(tmp_path
     assert 0 < result["seconds_to_target"] < spent
 
 
+def test_target_loss_stops_the_run_at_the_first_evaluation_that_reaches_it(tmp_path: Path) -> None:
+    settings = {"eval_every": 2, "lr": 0.005, "model": "softmax", "data": "plain_digits"}
+    _, whole = train(tmp_path, iterations=8, **settings)
+    losses = [entry["test_loss"] for entry in whole["history"]]
+    assert losses[2] < min(losses[:2])
+    _, result = train(tmp_path, epochs=50, target_loss=losses[2], **settings)
+    assert result["status"] == "finished"
+    assert result["iterations"] == 6
+    assert result["seconds_to_target"] == result["history"][-1]["seconds"]
+
+
+def test_records_and_tensorboard_have_the_metrics_of_text(tmp_path: Path) -> None:
+    folder, result = train(
+        tmp_path, data="stories", context=16, model="tests.support.user_code:NextToken",
+        iterations=4, eval_every=2, tensorboard=True,
+    )  # fmt: skip
+    final = result["final"]
+    assert result["metrics"] == {
+        "accuracy": final["test_accuracy"],
+        "perplexity": pytest.approx(math.exp(final["test_loss"])),
+        "bits_per_byte": pytest.approx(final["test_loss"] / math.log(2)),
+    }
+    assert [set(entry["metrics"]) for entry in result["history"]] == [set(result["metrics"])] * 2
+    accumulator = EventAccumulator(str(folder.tensorboard))
+    accumulator.Reload()
+    for name, value in result["metrics"].items():
+        assert accumulator.Scalars(f"test/{name}")[-1].value == pytest.approx(value, rel=1e-6)
+
+
+def test_images_have_only_accuracy_among_the_metrics(tmp_path: Path) -> None:
+    _, result = train(tmp_path, iterations=1)
+    assert result["metrics"] == {"accuracy": result["final"]["test_accuracy"]}
+
+
 def test_evaluation_runs_at_its_interval_and_at_the_end(tmp_path: Path) -> None:
     _, result = train(tmp_path, iterations=11, eval_every=4)
     assert [entry["iteration"] for entry in result["history"]] == [4, 8, 11]

@@ -18,7 +18,7 @@ from paceline.analysis.statistics import (
     t_quantile,
 )
 from paceline.analysis.validation import is_number
-from paceline.config import RunConfig
+from paceline.config import RunConfig, Target
 from paceline.data.manifest import OFFICIAL_SETS
 
 DRAWN_SETS = ("digits", "plain_digits")
@@ -135,7 +135,7 @@ def compare_training_lengths(groups: Sequence[RunGroup]) -> TrainingLengths | No
         (int(result["samples"]), group)
         for group in groups
         if group.finals("test_accuracy")
-        and group.config.target_accuracy is None
+        and group.config.target is None
         and (result := group.finished[0].result) is not None
         and result["samples"]
     ]
@@ -268,29 +268,29 @@ def have_same_dataset(summaries: Sequence[AccuracySummary]) -> bool:
 @dataclass(frozen=True, slots=True)
 class TargetSummary:
     group: RunGroup
-    target: float
+    target: Target
     seconds: list[float]
     """Training time of the runs that reached it."""
     runs: int
-    accuracies: list[float]
-    """At the end of each run: a run without intermediate evaluations can end above its target."""
-    best_accuracy: float | None
+    finals: list[float]
+    """At the end of each run: a run without intermediate evaluations can end beyond its target."""
+    best: float | None
 
 
 def summarize_target(groups: Sequence[RunGroup]) -> list[TargetSummary]:
-    """Groups that had a target accuracy."""
+    """Groups that had a target."""
     return [
         TargetSummary(
             group,
-            group.config.target_accuracy,
+            target,
             known(run.seconds_to_target for run in group.runs),
             len(group.runs),
-            group.finals("test_accuracy"),
-            max(
-                known(entry.get("test_accuracy") for run in group.runs for entry in run.history),
+            group.finals(target.key),
+            (max if target.figure == "accuracy" else min)(
+                known(entry.get(target.key) for run in group.runs for entry in run.history),
                 default=None,
             ),
         )
         for group in groups
-        if group.runs and group.config.target_accuracy is not None
+        if group.runs and (target := group.config.target) is not None
     ]

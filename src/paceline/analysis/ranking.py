@@ -104,7 +104,7 @@ class Ranking:
 
 def rank_groups(groups: Sequence[RunGroup]) -> Ranking:
     """By time to the target if all have the same and some reached it, else by step time."""
-    targets = {group.config.target_accuracy for group in groups if group.finished}
+    targets = {group.config.target for group in groups if group.finished}
     to_target = [ranked for group in groups if (ranked := _to_target(group)) is not None]
     if to_target and len(targets) == 1:
         return Ranking(TO_TARGET, _fastest_first(to_target))

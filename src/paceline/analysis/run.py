@@ -84,7 +84,10 @@ class Run:
         return self.result["wall_seconds"] if self.result else None
 
     def final(self, key: str) -> float | None:
-        value = self.result["final"].get(key) if self.result else None
+        """A figure at the end of the run: of `final`, or a metric by its name."""
+        if self.result is None:
+            return None
+        value = self.result["final"].get(key, self.result.get("metrics", {}).get(key))
         return float(value) if is_number(value) else None
 
     @property
@@ -94,14 +97,14 @@ class Run:
 
     @property
     def iterations_to_target(self) -> int | None:
-        """Up to the first evaluation that reached the target accuracy; None if none did."""
-        target = self.config.target_accuracy
+        """Up to the first evaluation that reached the target; None if none did."""
+        target = self.config.target
         reached = (
             int(entry["iteration"])
             for entry in self.history
             if target is not None
-            and is_number(accuracy := entry.get("test_accuracy"))
-            and accuracy >= target
+            and is_number(value := entry.get(target.key))
+            and target.is_reached(value)
         )
         return next(reached, None)
 

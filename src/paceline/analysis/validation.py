@@ -46,6 +46,7 @@ def _first_wrong(result: Result) -> str | None:
     problems = [_wrong_worker(worker) for worker in result["workers"]]
     problems += [_wrong_entry(entry) for entry in result["history"]]
     problems += [_not_numbers(result[key], key) for key in ("final", "checkpoints")]
+    problems += [_wrong_metrics(one) for one in (result, *result["history"])]
     problems += [_not_numbers({"seconds_to_target": result["seconds_to_target"]}, "result")]
     problems += [_wrong_node(node) for node in result["nodes"]]
     problems += [_wrong_surroundings(result)]
@@ -91,6 +92,11 @@ def _wrong_entry(entry: Mapping[str, Any]) -> str | None:
     return _not_numbers(
         {key: entry.get(key) for key in ("test_loss", "test_accuracy")}, "an entry of history"
     )
+
+
+def _wrong_metrics(record: Mapping[str, Any]) -> str | None:
+    metrics = record.get("metrics", {})
+    return _not_numbers(metrics, "metrics") if isinstance(metrics, dict) else "metrics is damaged"
 
 
 def _wrong_worker(worker: Mapping[str, Any]) -> str | None:

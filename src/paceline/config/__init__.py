@@ -7,7 +7,7 @@ together, each with its flag and the valid values.
 
 from paceline.config.conversion import Switch
 from paceline.config.parsing import from_mapping, from_record, non_default_values, to_argv
-from paceline.config.run_config import Every, RunConfig, fields, key, type_of
+from paceline.config.run_config import Every, RunConfig, Target, fields, key, type_of
 from paceline.config.schema import GROUPS, Option, flag_of, option_of
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Option",
     "RunConfig",
     "Switch",
+    "Target",
     "fields",
     "flag_of",
     "from_mapping",

@@ -37,6 +37,25 @@ DEFAULT_CONTEXT = 128
 DEFAULT_TEXT_TEST_FRACTION = 0.1
 
 
+@dataclass(frozen=True, slots=True)
+class Target:
+    """An accuracy or loss of the test set at which a run stops."""
+
+    figure: Literal["accuracy", "loss"]
+    value: float
+
+    @property
+    def key(self) -> str:
+        """Of an evaluation in the records."""
+        return f"test_{self.figure}"
+
+    def is_reached(self, value: float) -> bool:
+        return value >= self.value if self.figure == "accuracy" else value <= self.value
+
+    def __str__(self) -> str:
+        return f"{self.figure} {self.value:g}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     """The settings of a run; immutable and validated on construction."""
@@ -173,6 +192,14 @@ class RunConfig:
         "stop when test accuracy (0 to 1) reaches this value",
         above=0,
         maximum=1,
+        mutable_on_resume=True,
+    )
+    target_loss: float | None = setting(
+        None,
+        "budget",
+        "stop when test loss is at most this value",
+        above=0,
+        input_maximum=1e9,
         mutable_on_resume=True,
     )
 
@@ -482,6 +509,13 @@ class RunConfig:
         """Whether a worker uses the channels-last memory format; `auto` must be resolved before."""
         assert self.channels_last != "auto", "training/precision.py resolves it"
         return self.channels_last == "on"
+
+    @property
+    def target(self) -> Target | None:
+        """What ends the run early."""
+        if self.target_accuracy is not None:
+            return Target("accuracy", self.target_accuracy)
+        return None if self.target_loss is None else Target("loss", self.target_loss)
 
     @property
     def model_text(self) -> str:

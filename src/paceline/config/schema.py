@@ -187,6 +187,8 @@ def check_together(config: RunConfig) -> list[str]:
         problems.append(
             f"--batch-size: must be at least {config.workers}, one sample for each worker"
         )
+    if config.target_accuracy is not None and config.target_loss is not None:
+        problems.append("--target-accuracy and --target-loss: use only one of them")
     if config.node_rank >= config.nnodes:
         problems.append(
             f"--node-rank: must be below --nnodes ({config.nnodes}), got {config.node_rank}"

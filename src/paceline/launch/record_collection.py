@@ -254,7 +254,11 @@ def _check_history(history: list[object], what: str) -> None:
             raise MalformedError(what, "bad value of history")
         if not all(is_number(entry.get(name)) for name in ("iteration", "epoch", "seconds")):
             raise MalformedError(what, "bad value of history")
-        if not all(value is None or is_number(value) for value in entry.values()):
+        metrics = entry.get("metrics", {})
+        if not isinstance(metrics, dict):
+            raise MalformedError(what, "bad value of metrics")
+        values = [value for name, value in entry.items() if name != "metrics"]
+        if not all(value is None or is_number(value) for value in (*values, *metrics.values())):
             raise MalformedError(what, "bad value of history")
 
 

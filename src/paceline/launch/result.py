@@ -119,6 +119,8 @@ def assemble(
             "test_loss": last.get("test_loss"),
             "test_accuracy": last.get("test_accuracy"),
         },
+        # Checkpoints of earlier versions have no metrics in their history.
+        "metrics": last.get("metrics", {}),
         "seconds_to_target": first.seconds_to_target if first else None,
         "history": history,
         "workers": [report.worker for report in reports],

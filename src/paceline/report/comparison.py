@@ -128,6 +128,8 @@ FIGURES: dict[str, Callable[[RunGroup], str]] = {
     "repeats": lambda group: "-" if len(group.runs) < 2 else formatting.count(len(group.runs)),
     "test accuracy": _mean(lambda run: run.final("test_accuracy"), formatting.number),
     "test loss": _mean(lambda run: run.final("test_loss"), formatting.number),
+    "perplexity": _mean(lambda run: run.final("perplexity"), formatting.number),
+    "bits per byte": _mean(lambda run: run.final("bits_per_byte"), formatting.number),
     "training loss": _mean(lambda run: run.final("train_loss"), formatting.number),
     "wall time": _mean(lambda run: run.wall_seconds, formatting.seconds),
     "time to target": _mean(lambda run: run.seconds_to_target, formatting.seconds),

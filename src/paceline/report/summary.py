@@ -71,6 +71,14 @@ def views_text(result: Result) -> str:
     return f" (mean over {views} views)" if views > 1 else ""
 
 
+def _more_metrics(result: Result) -> str:
+    return "".join(
+        f", {name.replace('_', ' ')} {formatting.number(value)}"
+        for name, value in result.get("metrics", {}).items()
+        if name != "accuracy"
+    )
+
+
 def summary_rows(result: Result, step_seconds: float | None) -> list[tuple[str, str]]:
     """`step_seconds`: of an asynchronous run, as in a report."""
     final, checkpoints = result["final"], result["checkpoints"]
@@ -80,16 +88,18 @@ def summary_rows(result: Result, step_seconds: float | None) -> list[tuple[str, 
             (
                 "test set",
                 f"accuracy {formatting.number(final['test_accuracy'])}{views_text(result)},"
-                f" loss {formatting.number(final['test_loss'])};"
+                f" loss {formatting.number(final['test_loss'])}{_more_metrics(result)};"
                 f" training loss {formatting.number(final['train_loss'])}",
             )
         )
     elif final["train_loss"] is not None:
         rows.append(("training", f"loss {formatting.number(final['train_loss'])}"))
     if result["seconds_to_target"] is not None:
-        target = result["config"]["target_accuracy"]
+        config = result["config"]
+        accuracy, loss = config["target_accuracy"], config.get("target_loss")
+        target = f"accuracy {accuracy}" if accuracy is not None else f"loss {loss}"
         spent = formatting.seconds(result["seconds_to_target"])
-        rows.append(("target", f"accuracy {target} after {spent}, excluding evaluation"))
+        rows.append(("target", f"{target} after {spent}, excluding evaluation"))
     rows.append(
         ("iterations", f"{result['iterations']:,}; {_iteration_times(result, step_seconds)}")
     )

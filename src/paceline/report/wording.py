@@ -517,12 +517,12 @@ def _about_targets(groups: Sequence[RunGroup]) -> Iterator[Finding]:
     """Configurations that finished without reaching their target."""
     missed = []
     for group in groups:
-        if not group.finished or group.config.target_accuracy is None:
+        if not group.finished or group.config.target is None:
             continue
         reached = sum(run.seconds_to_target is not None for run in group.finished)
         if reached < len(group.finished):
             part = f", reached by {reached} of {len(group.finished)} runs" if reached else ""
-            missed.append(f"{group.label} ({group.config.target_accuracy:g}{part})")
+            missed.append(f"{group.label} ({group.config.target.value:g}{part})")
     if missed:
         yield Finding("Target not reached", f"{listed(missed, MOST_LISTED)}.")
 

@@ -1,4 +1,4 @@
-"""Loss and accuracy on the test set."""
+"""Loss and metrics of the test set."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from paceline.strategies.replica import Replica, synchronize_buffers
 from paceline.strategies.strategy import Strategy
 from paceline.training.cuda_graph import GraphCache
 from paceline.training.loss import count_correct, cross_entropy
+from paceline.training.metrics import metrics_of
 from paceline.training.views import averaged_over_views
 
 
@@ -48,8 +49,8 @@ class Evaluator:
         """Sum of the losses and number of correct predictions."""
         self._pipelines: dict[bool, EvaluationPipeline] = {}
 
-    def __call__(self, alone: bool) -> tuple[float, float]:
-        """Return mean cross-entropy and accuracy on the test set.
+    def __call__(self, alone: bool) -> tuple[float, dict[str, float | None]]:
+        """Return the mean cross-entropy and the metrics of the test set.
 
         Each rank evaluates a shard of the test set, or, with `alone`, this rank all of it.
         """
@@ -64,7 +65,7 @@ class Evaluator:
         if communicator is not None and communicator.world_size > 1:
             communicator.all_reduce(sums, "metrics").wait()
         loss, correct, count = sums.tolist()
-        return loss / count, correct / count
+        return loss / count, metrics_of(self._dataset, loss / count, correct / count)
 
     def _open_pipeline(self, communicator: Communicator | None) -> EvaluationPipeline:
         test = self._dataset.test

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 from paceline.config import Every, RunConfig
 from paceline.errors import AgreedStopError, DivergedError
@@ -66,7 +67,7 @@ class TrainingLoop:
         progress: Progress,
         totals: RunTotals,
         step: TrainStep,
-        evaluate: Callable[[bool], tuple[float, float]],
+        evaluate: Callable[[bool], tuple[float, dict[str, float | None]]],
         logger: RunLogger,
         coordinator: StepCoordinator,
         stop: StopRequest,
@@ -93,7 +94,7 @@ class TrainingLoop:
         self._checkpoint_every = 0
         if save_checkpoint is not None:
             self._checkpoint_every = _cadence(config.checkpoint_every, self._per_epoch)
-        self._target_accuracy = config.target_accuracy
+        self._target = config.target
         self._iteration_before = progress.iteration
         self._samples_before = progress.samples
         self._trained_before = progress.trained_seconds
@@ -196,22 +197,25 @@ class TrainingLoop:
         self._meter.settle()
         trained_seconds = self._trained_seconds()
         with self._totals.steady.outside(), self._clock.during("evaluate"):
-            loss, accuracy = self._evaluate_model(alone)
+            loss, metrics = self._evaluate_model(alone)
         if not math.isfinite(loss):
             raise DivergedError(
                 f"the test loss became {loss} at iteration {self.progress.iteration}:"
                 " try a lower --lr, some --warmup-epochs or --clip-norm"
             )
-        self._record_evaluation(loss, accuracy, trained_seconds)
+        self._record_evaluation(loss, metrics, trained_seconds)
 
-    def _record_evaluation(self, loss: float, accuracy: float, trained_seconds: float) -> None:
+    def _record_evaluation(
+        self, loss: float, metrics: Mapping[str, float | None], trained_seconds: float
+    ) -> None:
         progress = self.progress
-        entry = {
+        entry: dict[str, Any] = {
             "iteration": progress.iteration,
             "epoch": progress.iteration / self._per_epoch,
             "seconds": trained_seconds,
             "test_loss": loss,
-            "test_accuracy": accuracy,
+            "test_accuracy": metrics["accuracy"],
+            "metrics": dict(metrics),
             "train_loss": self._logger.train_loss,
             "learning_rate": self._step.learning_rate,
         }
@@ -225,8 +229,8 @@ class TrainingLoop:
             "samples_per_second": samples / max(seconds, 1e-9),
         }
         self._logger.evaluation({**entry, **shown})
-        target = self._target_accuracy
-        if target is not None and accuracy >= target and progress.seconds_to_target is None:
+        target = self._target
+        if target and target.is_reached(entry[target.key]) and progress.seconds_to_target is None:
             progress.seconds_to_target = trained_seconds
 
     def _checkpoint(self) -> None:
@@ -272,7 +276,7 @@ class _FromServers:
     """Assignments of asynchronous training: parameter servers give shards to ranks on request.
 
     The servers also decide for all ranks when to checkpoint or stop, because only one rank may
-    know that a stop was requested or that the target accuracy is reached.
+    know that a stop was requested or that the target is reached.
     """
 
     is_asynchronous = True

@@ -184,7 +184,9 @@ class RunLogger:
         self.display.evaluation(entry)
         if self._tensorboard:
             self._tensorboard.add("test/loss", entry["test_loss"], entry["iteration"])
-            self._tensorboard.add("test/accuracy", entry["test_accuracy"], entry["iteration"])
+            for name, value in entry["metrics"].items():
+                if value is not None:
+                    self._tensorboard.add(f"test/{name}", value, entry["iteration"])
 
     def warn(self, text: str) -> None:
         self.events.write("warning", text=text)

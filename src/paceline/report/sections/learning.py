@@ -21,6 +21,7 @@ from paceline.analysis.events import read_evaluations
 from paceline.analysis.repeats import evaluation_curve, training_loss_curve
 from paceline.analysis.run_group import RunGroup
 from paceline.analysis.sampling_order import MAX_SAMPLES, SamplingOrder, sampling_order
+from paceline.analysis.validation import is_number
 from paceline.report.charts.lines import LineChart, Series
 from paceline.report.document import Block, Details, Figure, Table, Tabs
 from paceline.report.sections.common import (
@@ -59,22 +60,24 @@ def target(context: SectionContext) -> Iterator[Block]:
     rows = summarize_target(context.groups)
     if not rows:
         return
+    figures = dict.fromkeys(row.target.figure for row in rows)
     yield from bar_figure(
         context.figure_name("target"),
-        "Training time to the target accuracy",
+        f"Training time to the target {' or '.join(figures)}",
         "training time",
         mean_bars(context, [(row.group, row.seconds) for row in rows], formatting.seconds),
         "seconds",
     )
-    yield table(
-        rows,
-        Column("configuration", lambda row: row.group.label),
-        Column("target", lambda row: f"{row.target:g}"),
-        Column("time to target", lambda row: row.seconds or "not reached", formatting.seconds),
-        Column("reached by", lambda row: f"{len(row.seconds)} of {row.runs}"),
-        Column("final accuracy", lambda row: row.accuracies, formatting.number),
-        Column("best accuracy", lambda row: row.best_accuracy, formatting.number),
-    )
+    for figure in figures:
+        yield table(
+            [row for row in rows if row.target.figure == figure],
+            Column("configuration", lambda row: row.group.label),
+            Column("target", lambda row: f"{row.target.value:g}"),
+            Column("time to target", lambda row: row.seconds or "not reached", formatting.seconds),
+            Column("reached by", lambda row: f"{len(row.seconds)} of {row.runs}"),
+            Column(f"final {figure}", lambda row: row.finals, formatting.number),
+            Column(f"best {figure}", lambda row: row.best, formatting.number),
+        )
 
 
 @section("curves", "Loss and accuracy")
@@ -263,9 +266,23 @@ def _evaluation_table(entries: Sequence[dict[str, Any]]) -> Table:
         Column("rank", lambda entry: entry["rank"]),
         Column("validation loss", lambda entry: entry["test_loss"], formatting.number),
         Column("validation accuracy", lambda entry: entry["test_accuracy"], formatting.number),
+        *(_metric_column(name) for name in _metrics_in(entries[-1]) if name != "accuracy"),
         Column("learning rate", lambda entry: f"{entry['learning_rate']:.3g}"),
         Column("wall time", lambda entry: entry["wall_seconds"], formatting.seconds),
     )
+
+
+def _metric_column(name: str) -> Column[dict[str, Any]]:
+    return Column(
+        name.replace("_", " "), lambda entry: _metrics_in(entry).get(name), formatting.number
+    )
+
+
+def _metrics_in(entry: dict[str, Any]) -> dict[str, float]:
+    """Events are not validated as results are."""
+    metrics = entry.get("metrics")
+    items = metrics.items() if isinstance(metrics, dict) else ()
+    return {name: value for name, value in items if is_number(value)}
 
 
 class _Epoch(NamedTuple):

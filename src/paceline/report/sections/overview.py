@@ -65,6 +65,7 @@ def overview(context: SectionContext) -> Iterator[Block]:
         ),
         _final_column("test accuracy", "test_accuracy"),
         _final_column("test loss", "test_loss"),
+        *(_final_column(name.replace("_", " "), name) for name in _more_metrics(context.groups)),
         _final_column("training loss", "train_loss"),
         text_columns=2,
     )
@@ -114,6 +115,13 @@ def _final_column(heading: str, key: str) -> Column[RunGroup]:
     )
 
 
+def _more_metrics(groups: Sequence[RunGroup]) -> list[str]:
+    """Names of the metrics besides accuracy."""
+    results = [run.result for group in groups for run in group.runs if run.result]
+    names = dict.fromkeys(name for result in results for name in result.get("metrics", {}))
+    return [name for name in names if name != "accuracy"]
+
+
 class _Repeat(NamedTuple):
     label: str
     number: int
@@ -131,7 +139,7 @@ def _repeats(groups: Sequence[RunGroup]) -> Iterator[Block]:
         for number, run in enumerate(group.runs, 1)
     ]
     target: list[Column[_Repeat]] = []
-    if any(group.config.target_accuracy is not None for group in repeated):
+    if any(group.config.target is not None for group in repeated):
         target.append(
             Column("time to target", lambda row: row.run.seconds_to_target, formatting.seconds)
         )
