@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from threading import Thread
+from threading import Event, Thread
 
 import pytest
 
-from paceline.measure.timeline import Interval
+from paceline.measure.timeline import Interval, Moment
 from paceline.measure.traffic import Traffic
 from paceline.records import TRAFFIC_KINDS
 from tests.support.gpu_marks import FakeGpuTimeline
@@ -71,6 +71,33 @@ def test_transfer_on_a_gpu_lasts_from_mark_to_mark() -> None:
         "messages": 2,
         "seconds": 5.0,
     }
+
+
+def test_settle_waits_for_a_thread_that_is_settling() -> None:
+    class BusyGpu(FakeGpuTimeline):
+        def __init__(self) -> None:
+            super().__init__()
+            self.is_asked, self.is_done = Event(), Event()
+
+        def seconds(self, moment: Moment) -> float:
+            self.is_asked.set()
+            self.is_done.wait()
+            return super().seconds(moment)
+
+    timeline, traffic = BusyGpu(), Traffic()
+    transfer = traffic.begin("gradients", Interval.begin(timeline))
+    timeline.now = 3.0
+    traffic.end(transfer)
+    threads = [Thread(target=traffic.settle) for _ in range(2)]
+    threads[0].start()
+    timeline.is_asked.wait()
+    threads[1].start()
+    threads[1].join(0.1)
+    assert threads[1].is_alive(), "the seconds of the transfer are not known yet"
+    timeline.is_done.set()
+    for thread in threads:
+        thread.join()
+    assert traffic.counts["gradients"].seconds == 3.0
 
 
 def test_captured_transfer_is_counted_by_each_replay() -> None:

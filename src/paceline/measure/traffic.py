@@ -97,6 +97,8 @@ class Traffic:
     """Number of transfers on a GPU whose seconds were added."""
     _capturing: CapturedTransfers | None = None
     _lock: Lock = field(default_factory=Lock)
+    _settling: Lock = field(default_factory=Lock)
+    """Separate, because settling waits for the GPU."""
 
     def begin(
         self,
@@ -172,15 +174,16 @@ class Traffic:
     def _settle_until(self, count: int) -> None:
         """Settle transfers until `count` transfers are settled in total."""
         spans: dict[str, list[tuple[float, float]]] = {}
-        while self._settled < count and self._unsettled:
-            transfer = self._unsettled.popleft()
-            self._settled += 1
-            assert transfer.interval is not None
-            transfer.began, transfer.completed = span = transfer.interval.span()
-            spans.setdefault(transfer.kind, []).append(span)
-        with self._lock:
-            for kind, of_kind in spans.items():
-                self.counts[kind].seconds += busy_seconds(of_kind)
+        with self._settling:
+            while self._settled < count and self._unsettled:
+                transfer = self._unsettled.popleft()
+                self._settled += 1
+                assert transfer.interval is not None
+                transfer.began, transfer.completed = span = transfer.interval.span()
+                spans.setdefault(transfer.kind, []).append(span)
+            with self._lock:
+                for kind, of_kind in spans.items():
+                    self.counts[kind].seconds += busy_seconds(of_kind)
 
     @contextmanager
     def capture(self) -> Iterator[CapturedTransfers]:
