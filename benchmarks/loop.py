@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -42,8 +43,21 @@ from paceline.training.run_logger import RunLogger
 from paceline.training.run_state import Progress
 from paceline.training.step import TrainStep
 
-CASES = {"lenet": (300, 3.0), "vgg11": (6, 1.0)}
-"""By model: iterations per block, and the allowed overhead in percent."""
+
+class Case(NamedTuple):
+    iterations: int
+    """Per block."""
+    batch: int
+    limit: float
+    """Allowed overhead in percent."""
+    data: str = "digits"
+
+
+CASES = {
+    "lenet": Case(300, 64, 3.0),
+    "vgg11": Case(6, 64, 1.0),
+    "gpt-micro": Case(6, 16, 3.0, "stories"),
+}
 
 Block = Callable[[], float]
 
@@ -51,13 +65,25 @@ Block = Callable[[], float]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
-    repeats = 5 if parser.parse_args().quick else 25
+    parser.add_argument("--models", default=",".join(CASES), help="models, separated by commas")
+    options = parser.parse_args()
+    repeats = 5 if options.quick else 25
     print(f"{hardware()['cpu']}, {torch.get_num_threads()} threads, torch {software()['torch']}")
-    print(f"batch 64, {repeats} pairs of blocks; ms per iteration, median (quartiles)")
-    print(f"{'model':<8}{'bare':>22}{'paceline':>22}{'more, %':>18}{'limit':>8}")
-    for model, (iterations, limit) in CASES.items():
+    print(f"{repeats} pairs of blocks; ms per iteration, median (quartiles)")
+    print(f"{'model':<10}{'batch':>5}{'bare':>24}{'paceline':>24}{'more, %':>22}{'limit':>8}")
+    for model in options.models.split(","):
+        iterations, batch, limit, data = CASES[model]
         config = from_mapping(
-            {"model": model, "batch_size": 64, "iterations": iterations, "train_samples": 20_000}
+            {
+                "model": model,
+                "data": data,
+                "batch_size": batch,
+                "iterations": iterations,
+                "train_samples": 20_000,
+                # A run chooses them by itself.
+                "precision": "fp32",
+                "channels_last": "off",
+            }
         )
         with tempfile.TemporaryDirectory() as folder:
             bare, ours = bare_block(config), paceline_block(config, Path(folder))
@@ -66,8 +92,8 @@ def main() -> None:
         cells = (
             quartiles([1e3 * t / iterations for t in column]) for column in zip(*times, strict=True)
         )
-        print(f"{model:<8}" + "".join(f"{cell:>22}" for cell in cells), end="")
-        print(f"{quartiles(ratios):>18}{limit:>7.0f}%")
+        print(f"{model:<10}{batch:>5}" + "".join(f"{cell:>24}" for cell in cells), end="")
+        print(f"{quartiles(ratios):>22}{limit:>7.0f}%")
 
 
 def alternate(bare: Block, ours: Block, repeats: int) -> list[tuple[float, float]]:
@@ -85,7 +111,9 @@ def alternate(bare: Block, ours: Block, repeats: int) -> list[tuple[float, float
 
 def build(config: RunConfig) -> tuple[torch.nn.Module, torch.optim.Optimizer, InputPipeline]:
     data = load_dataset(config)
-    model = build_model(config.model, data.sample_shape, data.classes, config.seed)
+    model = build_model(
+        config.model, data.sample_shape, data.classes, config.seed, has_tokens=data.has_tokens
+    )
     order = GlobalBatchSampler(len(data.train), config.global_batch_size, config.seed)
     inputs = InputPipeline(data.train, data.transform, order, augment=(), seed=config.seed)
     return model, build_optimizer(config, model.parameters()), inputs
@@ -101,7 +129,7 @@ def bare_block(config: RunConfig) -> Block:
         for iteration in range(iterations):
             x, y = inputs.batch(*divmod(iteration, per_epoch))
             optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
+            loss = F.cross_entropy(model(x).flatten(0, -2), y.flatten())
             loss.backward()
             optimizer.step()
         return perf_counter() - begin

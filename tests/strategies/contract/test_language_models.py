@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,9 +35,11 @@ from tests.strategies.contract.harness import (
     run_ranks,
     strategy_cases,
 )
+from tests.strategies.contract.real_runs import Run, distance, run
 from tests.strategies.contract.regression import saved_state
 from tests.strategies.contract.test_models import (
     ONE_OF_A_KIND,
+    ROUNDING,
     ROUNDING_OF_DOUBLES,
     SEEDING,
     SYNCHRONOUS,
@@ -220,3 +224,38 @@ def test_parameter_servers_resume_gpt_from_another_strategy(pool: WorkerPool) ->
 def test_parameter_servers_reject_weight_decay_of_some_weights(pool: WorkerPool) -> None:
     with pytest.raises(ConfigError, match="use --weight-decay 0"):
         run_ranks(pool, 1, train, "parameter_server", ADAMW)
+
+
+# Complete runs
+
+STORIES: dict[str, Any] = {
+    "model": "gpt-nano",
+    "data": "stories",
+    "context": 16,
+    "train_samples": 26,
+    "test_samples": 9,
+    "batch_size": 8,
+    "iterations": 6,
+    "lr": 0.05,
+    "accumulate": 2,
+    "clip_norm": 1.0,
+}
+"""The last of four batches per epoch has two samples: fewer than workers."""
+
+_run_alone: list[Run] = []
+
+
+@pytest.mark.parametrize(("name", "workers"), strategy_cases(ONE_OF_A_KIND, (3,)))
+def test_run_on_stories_matches_one_worker(
+    pool: WorkerPool, tmp_path: Path, name: str, workers: int
+) -> None:
+    if not _run_alone:
+        _run_alone.extend(run(pool, 1, tmp_path, strategy="single", **STORIES))
+    expected = _run_alone[0]
+    workers_of_run = run(pool, workers, tmp_path, strategy=name, **STORIES)
+    for own in workers_of_run:
+        assert distance(own.weights, expected.weights) < ROUNDING
+    loss, expected_loss = (
+        each.report.history[-1]["test_loss"] for each in (workers_of_run[0], expected)
+    )
+    assert loss == pytest.approx(expected_loss, rel=ROUNDING)
