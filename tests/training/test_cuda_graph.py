@@ -5,13 +5,14 @@ A recorder on the CPU stands for CUDA graphs: see tests/support/recorded_graph.p
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import pytest
@@ -33,7 +34,13 @@ from paceline.models.build import build_model
 from paceline.strategies import create_strategy
 from paceline.strategies.replica import Replica
 from paceline.training.coordination import StepCoordinator
-from paceline.training.cuda_graph import COPIES, MAX_FUNCTIONS, GraphCache, capture_obstacle
+from paceline.training.cuda_graph import (
+    COPIES,
+    MAX_FUNCTIONS,
+    CudaGraphBackend,
+    GraphCache,
+    capture_obstacle,
+)
 from paceline.training.evaluation import Evaluator
 from paceline.training.optimizer import build_optimizer, keep_rate_on_device
 from paceline.training.precision import autocast
@@ -458,3 +465,29 @@ def test_captured_run_resumes_bit_for_bit_on_a_gpu(tmp_path: Path) -> None:
     assert resumed is not None
     assert resumed["workers"][0]["cuda_graph"]["captured"]
     assert resumed["weights_sha256"] == whole["weights_sha256"]
+
+
+class FakeGraph:
+    """Records the pools of captures, in the place of torch.cuda.CUDAGraph."""
+
+    pools: ClassVar[list[object]] = []
+
+    def capture_begin(self, pool: object = None, **_: object) -> None:
+        self.pools.append(pool)
+
+    def capture_end(self) -> None: ...
+
+
+def test_graphs_share_a_pool_until_the_last_one_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    handles = itertools.count(1)
+    monkeypatch.setattr(FakeGraph, "pools", [])
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
+    backend = CudaGraphBackend()
+    graphs = [backend.capture(lambda: torch.zeros(1))[0] for _ in range(2)]
+    del graphs[0]
+    graphs.append(backend.capture(lambda: torch.zeros(1))[0])
+    graphs.clear()
+    graphs.append(backend.capture(lambda: torch.zeros(1))[0])
+    assert FakeGraph.pools == [1, 1, 1, 2]

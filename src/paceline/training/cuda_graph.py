@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -102,10 +103,15 @@ class CudaGraphBackend:
     """Captures on the current stream, which must not be the default stream."""
 
     def __init__(self) -> None:
-        # Graphs that never run at the same time can share memory.
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool: Any = None
+        """Memory of the graphs, which they can share because they never run at the same time."""
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
+        """Graphs that use the pool."""
 
     def capture(self, function: Callable[[], Tensor]) -> tuple[Graph, Tensor]:
+        # torch releases a pool with its last graph, and then rejects it.
+        if not self._graphs:
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with _without_garbage_collection():
@@ -117,6 +123,7 @@ class CudaGraphBackend:
             except BaseException:
                 self._abandon(graph)
                 raise
+        self._graphs.add(graph)
         return graph, output
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
@@ -128,7 +135,7 @@ class CudaGraphBackend:
         with suppress(Exception):
             graph.capture_end()
             return
-        pool, self._pool = self._pool, torch.cuda.graph_pool_handle()
+        pool, self._graphs = self._pool, WeakSet()
         for end in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
             with suppress(Exception):
                 end(torch.cuda.current_device(), pool)
