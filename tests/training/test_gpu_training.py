@@ -65,6 +65,13 @@ class Waiting(Dropping):
         return outputs
 
 
+class WaitingInEvaluation(Dropping):
+    def forward(self, inputs):
+        outputs = self.layers(inputs)
+        assert self.training or float(outputs.abs().max()) < 1e9
+        return outputs
+
+
 class Counting(Dropping):
     """Computes something else in every third pass."""
 
@@ -129,6 +136,15 @@ def test_model_that_cannot_be_captured_trains_as_without_capture(
     assert not report["captured"]
     assert any(report["reason"] in text for text in captured["warnings"])
     assert captured["weights_sha256"] == eager["weights_sha256"]
+
+
+def test_evaluation_that_cannot_be_captured_runs_eagerly_with_a_warning(tmp_path: Path) -> None:
+    settings = {"model": "gpu_models:WaitingInEvaluation", "eval_every": "epoch"}
+    captured, eager = captured_and_eager(tmp_path, **settings)
+    assert captured["workers"][0]["cuda_graph"]["captured"]
+    assert any("no CUDA graph of the evaluation" in text for text in captured["warnings"])
+    assert captured["weights_sha256"] == eager["weights_sha256"]
+    assert captured["final"] == eager["final"]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from paceline.comm.communicator import Communicator
 from paceline.config import RunConfig
 from paceline.data.dataset import Dataset
 from paceline.data.pipeline import EvaluationPipeline
-from paceline.data.resident import evaluation_pipeline_for
+from paceline.data.resident import ResidentEvaluationPipeline, evaluation_pipeline_for
 from paceline.data.sampling import shard_bounds
 from paceline.strategies.replica import Replica, synchronize_buffers
 from paceline.strategies.strategy import Strategy
@@ -36,7 +36,7 @@ class Evaluator:
         autocast: AbstractContextManager[Any],
         graphs: GraphCache | None = None,
     ) -> None:
-        """With `graphs`, the work on a batch is captured and replayed."""
+        """With `graphs`, the work on batches of a resident test set is captured and replayed."""
         self._config = config
         self._replica = replica
         self._strategy = strategy
@@ -91,10 +91,10 @@ class Evaluator:
             for first, samples in pipeline.batches:
                 pipeline.seek(first)
                 add = partial(self._add, pipeline, samples)
-                if self._graphs is None:
-                    add()
-                else:
+                if self._graphs is not None and isinstance(pipeline, ResidentEvaluationPipeline):
                     self._graphs.run((alone, samples), add)
+                else:
+                    add()
                 predictions += samples * self._dataset.test.targets[0].numel()
         model.train(was_training)
         return torch.cat([self._totals.cpu(), torch.tensor([predictions], dtype=torch.float64)])

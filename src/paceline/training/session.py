@@ -127,6 +127,7 @@ class Session:
         self._coordinator.settle()
         self._steady.end()
         with self._clock.during("exchange"):
+            self._strategy.synchronize()
             self._strategy.finish()
             synchronize_buffers(self._replica.model, self.communicator, self._config.buffers)
 

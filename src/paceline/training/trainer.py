@@ -330,7 +330,15 @@ class Trainer:
             on_failure=self._continue_eagerly,
         )
         self.capture_report = step_graphs.report
-        return step_graphs, GraphCache(backend, [], warmup=1, copies=1, model=self.replica.model)
+        evaluation_graphs = GraphCache(
+            backend,
+            [],
+            warmup=1,
+            copies=1,
+            model=self.replica.model,
+            on_failure=lambda reason: self._warn(f"no CUDA graph of the evaluation: {reason}"),
+        )
+        return step_graphs, evaluation_graphs
 
     def _continue_eagerly(self, reason: str) -> None:
         if self.config.cuda_graph == "on":
