@@ -57,6 +57,17 @@ def test_own_model_learns_own_data(starter: PrewarmedStarter, tmp_path: Path) ->
     assert final["test_accuracy"] > 0.9
 
 
+def test_own_tokens_are_learned_from_their_file(starter: PrewarmedStarter, tmp_path: Path) -> None:
+    words = ["--model", "own_tokens:Gru", "--data", "own_tokens:words", "--strategy", "ring"]
+    result = train(
+        starter, tmp_path, *words, "--epochs", "4", "--optimizer", "adamw", "--lr", "0.01"
+    )
+    metrics = result["metrics"]
+    assert isinstance(metrics, dict)
+    # Number, noun and verb have a bit each, and half of the articles: 3.5 bits per four words.
+    assert 2 ** (3.5 / 4) * 0.97 < metrics["perplexity"] < 2 ** (3.5 / 4) * 1.05
+
+
 def test_own_strategy_averages_as_often_as_its_option_says(
     starter: PrewarmedStarter, tmp_path: Path
 ) -> None:
