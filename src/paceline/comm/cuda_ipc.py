@@ -74,6 +74,16 @@ class CudaIpcMemory:
         self._events: list[torch.cuda.Event] = []
         self._peer_events: list[list[torch.cuda.Event]] = []
         self.slots = []
+        try:
+            self._connect(bootstrap, size_bytes, events)
+        except RuntimeError:
+            self.unmap_peers()
+            self.free()
+            raise
+        self._last = torch.cuda.Event()
+
+    def _connect(self, bootstrap: Communicator, size_bytes: int, events: int) -> None:
+        device = self._device
         failure, exported = None, []
         try:
             with torch.cuda.device(device):
@@ -91,7 +101,6 @@ class CudaIpcMemory:
         except RuntimeError as error:
             failure = str(error).splitlines()[0]
         _raise_first(broadcast_json(bootstrap, gather_json(bootstrap, failure)))
-        self._last = torch.cuda.Event()
 
     def _export(self, size_bytes: int, events: int) -> list[Any]:
         """Allocate memory and events; return what other processes need to map them."""
