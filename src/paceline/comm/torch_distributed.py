@@ -1,10 +1,10 @@
 """Communicator over torch.distributed: gloo for CPU tensors, NCCL for tensors on a GPU.
 
 Every communicator has a gloo process group. If each rank has its own GPU (`gpu`), tensors on that
-GPU use NCCL. Otherwise, for example if ranks share a GPU, GPU tensors are copied to CPU memory and
-back. Process groups are created directly from a store and are independent of the default process
-group of torch.distributed. `default_process_group` creates the default group for PyTorch wrappers
-that require it, such as DistributedDataParallel.
+GPU use NCCL. Otherwise, GPU tensors are copied to CPU memory and back; shared_gpu.py avoids that
+for ranks that share a GPU. Process groups are created directly from a store and are independent of
+the default process group of torch.distributed. `default_process_group` creates the default group
+for PyTorch wrappers that require it, such as DistributedDataParallel.
 """
 
 from __future__ import annotations
