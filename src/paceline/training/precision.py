@@ -65,6 +65,7 @@ class Measurement:
     seconds: float = 0.0
     memory_bytes: int = 0
     """Peak GPU memory, which is released before training."""
+    is_from_earlier_run: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +153,8 @@ def _choose(
     if not measured.step_seconds:
         cause = next(iter(measured.failures.values()), "no format could run")
         return Choice.of(open_formats[0], f"not measured: {cause}", measured)
-    return Choice.of(fastest(measured.step_seconds), "measured", measured)
+    reason = "measured before" if measured.is_from_earlier_run else "measured"
+    return Choice.of(fastest(measured.step_seconds), reason, measured)
 
 
 def candidates(config: RunConfig, model: nn.Module, device: torch.device) -> list[Format]:

@@ -68,6 +68,7 @@ from paceline.training.rank_report import RankReport, RunTotals, account_of, exp
 from paceline.training.run_logger import RunLogger
 from paceline.training.run_state import Progress
 from paceline.training.step import TrainStep
+from paceline.training.step_times import describe_step, remembered
 
 
 @dataclass(slots=True)
@@ -491,7 +492,11 @@ def _resolve_precision(
 ) -> Choice:
     model, device = prepared.model, prepared.device
     backend = CudaGraphBackend() if could_capture else None
-    measure = GpuStepTimer(config, model, prepared.dataset, device, backend)
+    samples = len(prepared.dataset.train)
+    measure = remembered(
+        GpuStepTimer(config, model, prepared.dataset, device, backend),
+        describe_step(config, model, device, samples, captured=could_capture),
+    )
     saved = run_state.saved_settings(checkpoint.state) if checkpoint else None
     return resolve(config, model, device, context.communicator, measure, saved)
 
