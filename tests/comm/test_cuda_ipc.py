@@ -25,6 +25,9 @@ class FakeCuda:
 
     def __init__(self) -> None:
         self.exported: dict[bytes, Any] = {}
+        self.references: dict[int, int] = {}
+        """Torch's counter of each export of memory. It frees memory whose counters are all 0, and a
+        counter below 0 wraps around."""
         self._numbers = count(1)
 
     def export(self, value: object, size: int) -> bytes:
@@ -33,13 +36,29 @@ class FakeCuda:
         return handle
 
     def share(self, storage: torch.UntypedStorage) -> tuple[Any, ...]:
-        handle = self.export(storage, 66)
-        return 0, handle, storage.nbytes(), 0, b"/torch_1_2_0", 0, b"e" * 64, True
+        handle, counter = self.export(storage, 66), next(self._numbers)
+        self.references[counter] = 1
+        return 0, handle, storage.nbytes(), 0, b"/torch_1_2_0", counter, b"e" * 64, True
 
-    def map(self, _index: int, handle: bytes, size_bytes: int, *_: object) -> torch.UntypedStorage:
+    def map(
+        self,
+        _index: int,
+        handle: bytes,
+        size_bytes: int,
+        _offset: int,
+        counters: bytes,
+        counter: int,
+        *_: object,
+    ) -> torch.UntypedStorage:
         storage: torch.UntypedStorage = self.exported[handle]
         assert storage.nbytes() == size_bytes
+        # Torch does so when the rank unmaps the memory.
+        self.release(counters, counter)
         return storage
+
+    def release(self, counters: bytes, counter: int) -> None:
+        assert counters == b"/torch_1_2_0"
+        self.references[counter] -= 1
 
 
 @pytest.fixture
@@ -78,6 +97,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", lambda self: fake.share(self))
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", staticmethod(fake.map))
+    monkeypatch.setattr(
+        torch.UntypedStorage, "_release_ipc_counter_cuda", staticmethod(fake.release)
+    )
     return fake
 
 
@@ -89,6 +111,7 @@ def test_every_rank_maps_the_memory_of_all_others(cuda: FakeCuda) -> None:
         return [int(slots.min()) for slots in memory.slots]
 
     assert in_process.run(WORLD_SIZE, write_and_read) == [[1, 2, 3]] * WORLD_SIZE
+    assert set(cuda.references.values()) == {0}
 
 
 def test_stream_waits_for_the_events_of_all_peers(cuda: FakeCuda) -> None:
@@ -125,6 +148,20 @@ def test_failure_to_map_is_one_line_on_all_ranks(
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", staticmethod(fail))
     errors = in_process.run(WORLD_SIZE, error_of)
     assert errors == ["CUDA error: invalid argument"] * WORLD_SIZE
+    assert set(cuda.references.values()) == {0}
+
+
+def test_failure_to_open_an_event_releases_all_memory(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks fail after they have mapped the memory of one peer, but not yet that of the other."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("CUDA error: invalid argument")
+
+    monkeypatch.setattr(torch.cuda.Event, "from_ipc_handle", staticmethod(fail))
+    assert in_process.run(WORLD_SIZE, error_of) == ["CUDA error: invalid argument"] * WORLD_SIZE
+    assert set(cuda.references.values()) == {0}
 
 
 def test_ranks_on_different_gpus_do_not_share_memory(
@@ -136,3 +173,4 @@ def test_ranks_on_different_gpus_do_not_share_memory(
     )
     errors = in_process.run(WORLD_SIZE, error_of)
     assert errors == ["the workers use different GPUs"] * WORLD_SIZE
+    assert set(cuda.references.values()) == {0}

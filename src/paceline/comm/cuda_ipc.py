@@ -73,11 +73,17 @@ class CudaIpcMemory:
         self._own: Tensor | None = None
         self._events: list[torch.cuda.Event] = []
         self._peer_events: list[list[torch.cuda.Event]] = []
+        self._unmapped: list[list[Any]] = []
+        """Memory that other ranks have exported for this one and that it has not mapped."""
         self.slots = []
         try:
             self._connect(bootstrap, size_bytes, events)
         except RuntimeError:
             self.unmap_peers()
+            for memory in self._unmapped:
+                _release_memory(memory)
+            # Other ranks may still map this rank's memory.
+            bootstrap.barrier().wait()
             self.free()
             raise
         self._last = torch.cuda.Event()
@@ -88,39 +94,52 @@ class CudaIpcMemory:
         try:
             with torch.cuda.device(device):
                 self._stream = torch.cuda.Stream(device)
-                exported = self._export(size_bytes, events)
+                exported = self._export(bootstrap, size_bytes, events)
         except RuntimeError as error:
             failure = str(error).splitlines()[0]
         ranks = broadcast_json(bootstrap, gather_json(bootstrap, [failure, exported]))
+        own = bootstrap.rank
+        self._unmapped = [
+            exported[-1][own]
+            for peer, (_, exported) in enumerate(ranks)
+            if exported and peer != own
+        ]
         _raise_first(failure for failure, _ in ranks)
         if len({uuid for _, (uuid, *_) in ranks}) > 1:
             raise RuntimeError("the workers use different GPUs")
         try:
             with torch.cuda.device(device):
-                self._map([exported for _, exported in ranks], bootstrap.rank)
+                self._map([exported for _, exported in ranks], own)
         except RuntimeError as error:
             failure = str(error).splitlines()[0]
         _raise_first(broadcast_json(bootstrap, gather_json(bootstrap, failure)))
 
-    def _export(self, size_bytes: int, events: int) -> list[Any]:
+    def _export(self, bootstrap: Communicator, size_bytes: int, events: int) -> list[Any]:
         """Allocate memory and events; return what other processes need to map them."""
         self._own = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
         self._events = [torch.cuda.Event(interprocess=True) for _ in range(events)]
         atexit.unregister(unlink_event_files)
         atexit.register(unlink_event_files)
+        storage = self._own.untyped_storage()
         return [
             str(torch.cuda.get_device_properties(self._device).uuid),
-            _encode(self._own.untyped_storage()._share_cuda_()),
             [_encode((event.ipc_handle(),)) for event in self._events],
+            # Torch frees exported memory only if exactly one process has mapped and released it, so
+            # each peer gets its own export.
+            [
+                None if rank == bootstrap.rank else _encode(storage._share_cuda_())
+                for rank in range(bootstrap.world_size)
+            ],
         ]
 
     def _map(self, ranks: list[list[Any]], own_rank: int) -> None:
-        for rank, (_, memory, handles) in enumerate(ranks):
+        for rank, (_, handles, memory) in enumerate(ranks):
             if rank == own_rank:
                 assert self._own is not None
                 self.slots.append(self._own)
                 continue
-            self.slots.append(_map_memory(memory, self._device))
+            self.slots.append(_map_memory(memory[own_rank], self._device))
+            self._unmapped.remove(memory[own_rank])
             self._peer_events.append(
                 [torch.cuda.Event.from_ipc_handle(self._device, *_decode(each)) for each in handles]
             )
@@ -178,6 +197,12 @@ def _map_memory(exported: list[Any], device: torch.device) -> Tensor:
     # The GPU may have another index in the other process.
     storage = torch.UntypedStorage._new_shared_cuda(device.index, *arguments)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+
+
+def _release_memory(exported: list[Any]) -> None:
+    """Let the process that exported memory free it, instead of mapping it."""
+    _, _, _, _, counters, position, *_ = _decode(exported)
+    torch.UntypedStorage._release_ipc_counter_cuda(counters, position)
 
 
 def _raise_first(failures: Any) -> None:
