@@ -131,11 +131,12 @@ class DeviceGroup:
     ) -> None:
         """`make_memory` gets `bootstrap`, the bytes of a rank's slots and the number of events."""
         rank, world_size = bootstrap.rank, bootstrap.world_size
-        self.memory = make_memory(bootstrap, SLOTS * slot_bytes, STAGES * SLOTS)
         (signals, counters), size_bytes = aligned_offsets(
             [FutexSignals.size_bytes(world_size), world_size * CACHE_LINE_BYTES]
         )
         segment = SharedSegment(bootstrap, size_bytes)
+        # Last of what may fail, because exported memory is not freed by itself.
+        self.memory = make_memory(bootstrap, SLOTS * slot_bytes, STAGES * SLOTS)
         self._signals = FutexSignals(segment, signals, rank, world_size, total_cores(bootstrap))
         notify_all = self._signals.notify_all
         self._engine = ProgressEngine(
