@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -199,6 +200,18 @@ def test_gpu_sums_are_in_rank_order(gpu_pool: WorkerPool) -> None:
     assert gpu_pool.run(3, sums_in_rank_order, connect_large, GPU) == [[], [], []]
 
 
+def bytes_kept_after_closing(communicator: Communicator) -> int:
+    before = torch.cuda.memory_allocated(GPU)
+    with connect_large(communicator) as shared:
+        shared.barrier().wait()
+    return torch.cuda.memory_allocated(GPU) - before
+
+
+@pytest.mark.gpu
+def test_closing_frees_the_memory_of_all_ranks(gpu_pool: WorkerPool) -> None:
+    assert gpu_pool.run(3, bytes_kept_after_closing) == [0, 0, 0]
+
+
 def sum_behind_slow_work(communicator: Communicator) -> tuple[bool, list[float]]:
     """Sum what the GPU computes much later, on another stream; read it on a third one."""
     with connect_large(communicator) as shared:
@@ -224,12 +237,22 @@ def test_exchange_is_ordered_by_streams_without_blocking_the_host(gpu_pool: Work
     assert any(is_early for is_early, _ in outcomes)
 
 
+def unlink_files_of_killed(process: int) -> None:
+    """Unlink the files of a process that could not: CUDA's of events, torch's of references."""
+    for name in (f"cuda.shm.*.{process:x}.*", f"torch_{process}_*"):
+        for path in Path("/dev/shm").glob(name):
+            path.unlink()
+
+
 @pytest.mark.gpu
 def test_killed_peer_on_a_shared_gpu_is_an_error() -> None:
     with WorkerPool(2) as workers:
+        processes = [worker.process.pid or 0 for worker in workers._workers]
         lost = workers.outcomes(
             2, lose_rank_one, connect_large, GPU, fresh=True, timeout_seconds=1000.0
         )
+    for process in processes:
+        unlink_files_of_killed(process)
     assert lost[0].value == "rank 0: all_reduce with rank 1: its process exited"
 
 
