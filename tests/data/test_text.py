@@ -124,17 +124,21 @@ def test_empty_file_and_folder_are_rejected(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("length", "settings", "problem"),
     [
-        (100, {"context": 90}, "at most 9 for the test set of {} (10 of 100 bytes), got 90"),
-        (100, {}, "at most 9 for the test set of {} (10 of 100 bytes), got 128"),
+        (
+            100,
+            {"context": 90},
+            "--context: must be at most 9 for the test set of {} (10 of 100 bytes), got 90",
+        ),
+        (100, {}, "--context: must be at most 9 for the test set of {} (10 of 100 bytes), got 128"),
         (
             100,
             {"context": 30, "text_test_fraction": 0.8},
-            "at most 19 for the train set of {} (20 of 100 bytes), got 30",
+            "--context: must be at most 19 for the train set of {} (20 of 100 bytes), got 30",
         ),
         (
             4,
             {"context": 1},
-            "at most 0 for the test set of {} (0 of 4 bytes), got 1: use more text",
+            "--data: the test set of {} has 0 of 4 bytes: use more text",
         ),
     ],
 )
@@ -145,7 +149,7 @@ def test_context_longer_than_the_text_is_rejected(
     path.write_bytes(b"x" * length)
     with pytest.raises(ConfigError) as caught:
         load(path, **settings)
-    assert caught.value.problems == (f"--context: must be {problem.format(path)}",)
+    assert caught.value.problems == (problem.format(path),)
 
 
 def test_many_files_above_the_limit_are_rejected(poem: Path) -> None:

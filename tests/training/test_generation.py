@@ -116,8 +116,8 @@ def test_newest_intact_checkpoint_is_used(
 @pytest.mark.parametrize(
     ("run", "arguments", "line"),
     [
-        ("without", [], "without has no checkpoint: train with --checkpoint-every epoch, or with a"
-         " number of steps that divides --iterations"),
+        ("without", [], "without has no checkpoint: train for at least one epoch with"
+         " --checkpoint-every epoch, or with a number of steps that divides --iterations"),
         ("images", [], "images is not a language model: its data is digits, not text or tokens"),
         ("nowhere", [], "nowhere is not a run: it has no config.json"),
         ("text", ["--prompt", ""], "--prompt: must contain at least one token"),

@@ -121,6 +121,8 @@ def resolve_alone(
     [
         ({"precision": "bf16", "channels_last": "off"}, GPU, "given"),
         ({}, CPU, "CPU"),
+        ({"precision": "bf16"}, CPU, "given"),
+        ({"channels_last": "on"}, CPU, "given"),
         ({"precision": "fp16"}, GPU, "only choice"),
     ],
 )

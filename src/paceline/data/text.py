@@ -47,12 +47,14 @@ def load_text(request: LoadRequest) -> Dataset:
         parts["test"] = tokens[:0]
     shortest = min(parts, key=lambda name: len(parts[name]))
     longest_context = len(parts[shortest]) - 1
+    sizes = f"{len(parts[shortest]):,} of {len(tokens):,} bytes"
+    if longest_context < 1:
+        raise ConfigError([f"--data: the {shortest} set of {path} has {sizes}: use more text"])
     if context > longest_context:
         raise ConfigError(
             [
-                f"--context: must be at most {max(longest_context, 0):,} for the {shortest} set of"
-                f" {path} ({len(parts[shortest]):,} of {len(tokens):,} bytes), got {context:,}"
-                + (": use more text" if longest_context < 1 else "")
+                f"--context: must be at most {longest_context:,} for the {shortest} set of {path}"
+                f" ({sizes}), got {context:,}"
             ]
         )
     train, test = (windows(part, context) for part in parts.values())

@@ -59,8 +59,8 @@ def generate(
     checkpoint = newest_checkpoint(folder.checkpoints)
     if checkpoint is None:
         raise CheckpointError(
-            f"{run} has no checkpoint: train with --checkpoint-every epoch, or with a number of"
-            " steps that divides --iterations"
+            f"{run} has no checkpoint: train for at least one epoch with --checkpoint-every epoch,"
+            " or with a number of steps that divides --iterations"
         )
     for text in checkpoint.warnings:
         _log.warning(text)

@@ -147,7 +147,11 @@ def _choose(
     }
     open_formats = candidates(dataclasses.replace(config, **kept), model, device)
     if len(open_formats) == 1:
-        reason = "checkpoint" if kept else "CPU" if device.type == "cpu" else "only choice"
+        reason = "only choice"
+        if kept:
+            reason = "checkpoint"
+        elif device.type == "cpu":
+            reason = "CPU" if config.precision == config.channels_last == "auto" else "given"
         return Choice.of(open_formats[0], reason)
     measured = measure(open_formats)
     if not measured.step_seconds:
