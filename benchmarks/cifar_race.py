@@ -2,8 +2,8 @@
 
     python benchmarks/cifar_race.py --data DIR --seeds 20
 
-Each contender is one process, which trains a seed when it is told to; the two take turns, so that
-only one of them uses the GPU. The first seed of a process is cold: its time is from the start of
+Each contender is one process that trains one seed per request. The two take turns, so that only one
+of them uses the GPU. The first seed of a process is cold: its time is from the start of
 the process to the end of the run. Later ones are warm: their seconds are those of training and of
 the evaluation with six views. Every seed counts for the mean accuracy. DIR has
 `cifar-10-batches-py`; peer_scripts/train_airbench.py is the script.

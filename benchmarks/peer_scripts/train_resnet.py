@@ -3,8 +3,8 @@ one image at a time, fp32, and a plain loop.
 
     python train_resnet.py --data-dir DIR --windows 4 32:200 128:391
 
-Trains once for each BATCH:STEPS, and prints the seconds of each window of so many steps as a line
-of JSON; the first window includes warm-up.
+Trains once for each BATCH:STEPS and prints one line of JSON with the duration of each window of
+STEPS steps, in seconds; the first window includes warm-up.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Each rank allocates memory on the GPU and exports it; the other ranks map it. The kernels of
 different processes run in no particular order, so each rank records an interprocess event after a
 stage of its work, and the others order their streams behind it. An event must be recorded before
-another rank waits for it, which only the CPU can ensure: ranks tell each other in shared memory
-what they have submitted (shm/collectives.py).
+another rank waits for it, which only the CPU can ensure: ranks publish in shared memory what they
+have submitted (shm/collectives.py).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Kernel time: how long a GPU ran kernels, from the driver's profiling interface (CUPTI).
 
-Marks of the phase clock cannot tell: between two of them, the GPU may run kernels or wait for the
-program to launch the next one. CUPTI records when each kernel began and ended. That slows launches,
-so it is on only during the iterations of --trace; the share of kernel time in them is therefore a
-lower bound of the share in other iterations.
+Marks of the phase clock do not show it: between two of them, the GPU may run kernels or wait for
+the program to launch the next one. CUPTI records when each kernel began and ended. That slows
+launches, so it is on only during the iterations of --trace; the share of kernel time in them is
+therefore a lower bound of the share in other iterations.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ Heads = Annotated[int, Limits(minimum=1, maximum=1024)]
 Context = Annotated[int, Limits(minimum=1, maximum=2**20)]
 
 ROTARY_BASE = 10_000
-"""Positions are told apart over distances of up to about this many tokens."""
+"""Rotary embeddings distinguish positions up to about this many tokens apart."""
 NORM_EPSILON = 1e-5
 HIDDEN_MULTIPLE = 32
 """The hidden units of SwiGLU are a multiple of this, which suits vector units."""

@@ -110,7 +110,7 @@ class Strategy:
         return not (self.replica.scaler.is_enabled() and lacks_momentum(self.replica.optimizer))
 
     def capture_key(self) -> Hashable:
-        """Return what tells steps with different GPU work apart; each kind has its own graph."""
+        """Return a key that differs between steps with different GPU work; each has a graph."""
         return None
 
     def discard_step(self) -> None:

@@ -305,7 +305,7 @@ def interleave(
     within seconds, so every round has all formats.
     """
     began = perf_counter()
-    # The first step tells how many to run in a round.
+    # The duration of the first step determines how many run in a round.
     times = {one: time_steps(step, 1) for one, step in steps.items()}
     counts = {
         one: max(1, min(MOST_STEPS, round(ROUND_SECONDS / max(seconds, 1e-9))))
