@@ -41,6 +41,11 @@ def ended(pid: int) -> bool:
         return True
 
 
+def _last_pss(path: Path) -> int:
+    readings = [sample["pss_bytes"] for sample in read_resources(path)]
+    return next((reading for reading in reversed(readings) if reading is not None), 0)
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "resources-0.jsonl"
@@ -79,6 +84,8 @@ def test_samples_include_cpu_and_memory_of_children(path: Path) -> None:
             child.stdin.flush()
             end = float(child.stdout.readline())
             wait_for_samples(path, len(read_resources(path)) + 2)
+            # Throttled: the last reading may be older than the allocation.
+            wait_until(lambda: _last_pss(path) > 200 << 20, "a PSS reading of the allocation")
         assert sampler.stop() is None
     finally:
         child.communicate(timeout=PATIENCE_SECONDS)
