@@ -1,6 +1,6 @@
 """The run folder `runs/<id>/`: workers write it, analysis and reports read it.
 
-    config.json              the RunConfig, written before workers start
+    config.json              kind and settings of the run, written before workers start
     events-<rank>.jsonl      appended during the run; readable after a crash
     resources-<node>.jsonl   samples of CPU, memory, network, disk and GPU
     result.json              the result of the run, written at its end
@@ -38,12 +38,12 @@ import time
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO, TypeGuard
 
 from paceline import formatting
-from paceline.config import RunConfig, from_record
+from paceline.config import Kind, RunConfig, RunSettings
 from paceline.errors import (
     ConfigError,
     DamagedRecordError,
@@ -100,6 +100,13 @@ LAUNCHER_FILES = ("launch-", "failure-")
 
 TRANSIENT = (*LAUNCHER_FILES, "report-")
 """Prefixes of JSON files that matter only while a run lasts."""
+
+KIND_NAMES: dict[Kind, str] = {
+    "train": "`paceline train`",
+    "join": "a loop with paceline.join",
+    "profile": "`paceline profile`",
+}
+"""Who writes runs of each kind."""
 
 LOCATION_FIELDS = ("out", "name")
 """Fields of a configuration that locate the run folder."""
@@ -183,8 +190,13 @@ class RunFolder:
 
     @classmethod
     def create(cls, config: RunConfig) -> RunFolder:
-        """Create a folder for a new run; RecordsError if it exists."""
-        folder = cls(_new_path(config))
+        """Create a folder for a new run of `paceline train`; RecordsError if it exists."""
+        return cls.create_at(_new_path(config), RunSettings.of(config))
+
+    @classmethod
+    def create_at(cls, path: Path, settings: RunSettings) -> RunFolder:
+        """Create a folder for a new run of any kind; RecordsError if it exists."""
+        folder = cls(path)
         try:
             make_folder(folder.path.parent)
             try:
@@ -192,7 +204,7 @@ class RunFolder:
             except FileExistsError:
                 raise _taken(folder.path) from None
             sync_folder(folder.path.parent)
-            write_json(folder.config_file, {"schema": SCHEMA, "config": config.to_dict()})
+            folder.write_settings(settings)
         except (FileExistsError, NotADirectoryError):
             raise RecordsError(f"--out: {folder.path.parent} is not a folder") from None
         except OSError as error:
@@ -232,7 +244,7 @@ class RunFolder:
         try:
             make_folder(folder.path)
             if not folder.config_file.exists():
-                write_json(folder.config_file, {"schema": SCHEMA, "config": config.to_dict()})
+                folder.write_settings(RunSettings.of(config))
         except OSError as error:
             raise RecordsError(f"cannot write to {folder.path}: {error.strerror}") from None
         return folder
@@ -251,14 +263,28 @@ class RunFolder:
             raise RecordsError(f"{path} is not a run: it has no config.json")
         return folder
 
+    def write_settings(self, settings: RunSettings) -> None:
+        """Write config.json."""
+        write_json(self.config_file, {"schema": SCHEMA, **settings.to_record()})
+
+    def read_settings(self) -> RunSettings:
+        """Read config.json of a run of any kind."""
+        settings = settings_of(read_json(self.config_file), self.config_file)
+        if settings.config is not None or "world_size" in settings.values:
+            return settings
+        # A script that is still running has as many workers as have written events.
+        workers = sum(1 for _ in self.path.glob("events-*.jsonl"))
+        return replace(settings, values={**settings.values, "world_size": max(1, workers)})
+
     def read_config(self) -> RunConfig:
-        values = read_json(self.config_file)
-        if not isinstance(values.get("config"), dict):
-            raise RecordsError(f"{self.config_file} is not a run's config")
-        try:
-            return from_record(values["config"])
-        except ConfigError as error:
-            raise RecordsError(f"{self.config_file}: {error.problems[0]}") from None
+        """Read config.json of a run of `paceline train`; RecordsError for any other run."""
+        settings = self.read_settings()
+        if settings.config is None:
+            raise RecordsError(
+                f"{self.path} was written by {KIND_NAMES[settings.kind]}: choose a run of"
+                " `paceline train`"
+            )
+        return settings.config
 
     def read_result(self) -> Result | None:
         """Return the result; None if the run has not ended."""
@@ -287,7 +313,7 @@ class RunFolder:
         """Replace config.json; the previous one is kept as config-<n>.json."""
         if config != self.read_config():
             shutil.copyfile(self.config_file, self._free_name("config"))
-            write_json(self.config_file, {"schema": SCHEMA, "config": config.to_dict()})
+            self.write_settings(RunSettings.of(config))
 
     def _free_name(self, stem: str) -> Path:
         names = (self.path / f"{stem}-{number}.json" for number in itertools.count(1))
@@ -305,8 +331,17 @@ class RunFolder:
             raise RunError(explain_write_error(self.result_file, error)) from None
 
 
+def settings_of(record: Mapping[str, Any], file: Path) -> RunSettings:
+    """The settings in the contents of config.json or result.json; RecordsError if invalid."""
+    try:
+        return RunSettings.from_record(record)
+    except ConfigError as error:
+        raise RecordsError(f"{file}: {error.problems[0]}") from None
+
+
 def _new_path(config: RunConfig) -> Path:
-    return Path(config.out) / (config.name or default_name(config))
+    out = Path(config.out)
+    return out / (config.name or default_name(out, config.model, config.strategy))
 
 
 def _taken(path: Path) -> RecordsError:
@@ -315,15 +350,12 @@ def _taken(path: Path) -> RecordsError:
     )
 
 
-def default_name(config: RunConfig) -> str:
-    """Return `<time>-<model>-<strategy>`, with a counter if it exists."""
-    parts = (time.strftime("%Y%m%d-%H%M%S"), config.model, config.strategy)
-    name = "-".join(
-        re.sub(r"[^A-Za-z0-9_]+", "_", part.rpartition(":")[2]) if part is not parts[0] else part
-        for part in parts
-    )
+def default_name(out: Path, *parts: str) -> str:
+    """Return `<time>-<part>-...`, such as model and strategy, with a counter if it exists."""
+    plain = (re.sub(r"[^A-Za-z0-9_]+", "_", part.rpartition(":")[2]) for part in parts)
+    name = "-".join((time.strftime("%Y%m%d-%H%M%S"), *plain))
     for counter in range(2, 1000):
-        if not (Path(config.out) / name).exists():
+        if not (out / name).exists():
             break
         name = f"{name.partition('~')[0]}~{counter}"
     return name

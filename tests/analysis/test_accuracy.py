@@ -156,7 +156,7 @@ def test_chance_is_the_share_of_the_most_frequent_class(tmp_path: Path) -> None:
         open_run(write_run(tmp_path, FakeRun(data, {"data": data}, accuracy=0.1959)))
         for data in ("svhn", "cifar10")
     ]
-    groups = [RunGroup(run.config.data, [run]) for run in runs]
+    groups = [RunGroup(run.id, [run]) for run in runs]
     assert [one.label for one in find_chance_accuracy(groups)] == ["svhn"]
 
 

@@ -95,7 +95,7 @@ def test_a_damaged_config_is_named_though_the_result_has_a_copy(
     assert main([command, str(tmp_path)]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "config.json" in line]
     assert line.startswith("skipped     two: config.json")
-    assert [run.config.lr for run in collect(tmp_path).runs] == [0.1, 0.2]
+    assert [run.settings.get("lr") for run in collect(tmp_path).runs] == [0.1, 0.2]
 
 
 def test_a_copied_run_is_named_and_counted_once(

@@ -12,7 +12,7 @@ from paceline.analysis.collection import collect
 from paceline.analysis.ranking import deviation
 from paceline.analysis.verdict import make_verdict
 from paceline.cli import main
-from paceline.config import from_mapping
+from paceline.config import RunSettings, from_mapping
 from paceline.report.document import BulletList, Text
 from paceline.report.wording import findings, headline
 from tests.support.marks import section
@@ -41,7 +41,7 @@ from tests.support.records import FakeRun, write_run
 )
 def test_what_is_exact_follows_from_the_settings(settings: dict[str, Any], is_exact: bool) -> None:
     config = from_mapping({"nproc_per_node": 2, **settings})
-    assert (deviation(config) is None) == is_exact
+    assert (deviation(RunSettings.of(config)) is None) == is_exact
 
 
 def write_three(root: Path) -> None:
@@ -114,7 +114,9 @@ def test_only_approximate_cells_are_ranked_and_said_to_be_approximate(tmp_path: 
 def test_the_winners_of_a_grid_are_exact_and_approximate_ones_are_named(tmp_path: Path) -> None:
     write_three(tmp_path)
     groups = [
-        dataclasses.replace(group, axes={"machines": "equal", "strategy": group.config.strategy})
+        dataclasses.replace(
+            group, axes={"machines": "equal", "strategy": group.settings.strategy or ""}
+        )
         for group in collect(tmp_path).groups
     ]
     blocks = section(groups, "winners").blocks

@@ -290,7 +290,7 @@ def test_cells_of_another_model_are_not_compared(tmp_path: Path) -> None:
     verdict = judged(tmp_path)
     assert headline(verdict).startswith("Of lenet on digits: ")
     assert verdict.ranking is not None
-    assert {ranked.group.config.model for ranked in verdict.ranking.entries} == {"lenet"}
+    assert {ranked.group.settings.get("model") for ranked in verdict.ranking.entries} == {"lenet"}
     assert texts(verdict, "Ranked separately")[0].startswith("softmax on digits: ")
 
 

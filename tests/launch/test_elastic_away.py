@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.config import RunConfig, from_mapping
+from paceline.config import RunConfig, RunSettings, from_mapping
 from paceline.launch.remote import machines
 from paceline.launch.remote import run as remote
 from paceline.launch.remote.control_channel import NodeExit
@@ -29,7 +29,7 @@ def config(tmp_path: Path) -> RunConfig:
 
 
 def result_of(config: RunConfig, folder: RunFolder, status: str, cause: str | None) -> Result:
-    return {**assemble(config, folder, []), "status": status, "cause": cause}
+    return {**assemble(RunSettings.of(config), folder, []), "status": status, "cause": cause}
 
 
 def run(

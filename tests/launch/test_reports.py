@@ -13,7 +13,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch d
 
 from paceline.comm.communicator import Communicator
 from paceline.comm.rank_info import SINGLE_PROCESS
-from paceline.config import from_mapping
+from paceline.config import RunSettings, from_mapping
 from paceline.errors import LONGEST_LINE, MOST_LINES
 from paceline.launch import record_collection
 from paceline.launch.messages import MESSAGE_BYTES_MAX, MalformedError
@@ -180,7 +180,7 @@ def test_a_malformed_value_at_any_level_drops_only_its_report(
         put_record(folder, "report-1.json", packed(changed(value, path), schema=1))
     reports = read_reports(folder, range(2))
     config = folder.read_config()
-    result = write_result(config, folder, reports)
+    result = write_result(RunSettings.of(config), folder, reports)
     print_summary(folder, result)
     assert result["status"] == "finished"
     assert [worker["rank"] for worker in result["workers"]] == [0]
@@ -207,7 +207,7 @@ def test_malformed_samples_of_a_node_drop_only_its_resources(
     put_record(folder, "resources-1.jsonl", "\n".join(map(json.dumps, lines)).encode())
     reports = [parse_report(report_of(rank), "report", rank) for rank in range(2)]
     with caplog.at_level(logging.WARNING, "paceline"):
-        result = write_result(folder.read_config(), folder, reports)
+        result = write_result(folder.read_settings(), folder, reports)
     assert (result["status"], len(result["workers"])) == ("finished", 2)
     assert [node["samples"] for node in result["nodes"]] == [0, 0]
     assert "resources-1.jsonl" in caplog.text

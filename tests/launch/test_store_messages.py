@@ -21,7 +21,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch lists onl
 
 from paceline.comm.communicator import Communicator
 from paceline.comm.rank_info import SINGLE_PROCESS
-from paceline.config import from_mapping
+from paceline.config import RunSettings, from_mapping
 from paceline.errors import PacelineError, RunError
 from paceline.launch import node as node_module
 from paceline.launch import record_collection, worker
@@ -118,7 +118,7 @@ def test_a_forged_alarm_does_not_make_a_run_finished(
 def test_a_result_without_the_report_of_rank_0_is_not_finished(tmp_path: Path) -> None:
     config = from_mapping({"out": str(tmp_path), "name": "run", "nproc_per_node": 2})
     folder = RunFolder.create(config)
-    result = assemble(config, folder, [], None)
+    result = assemble(RunSettings.of(config), folder, [], None)
     assert result["status"] == "failed"
     assert result["cause"] == "rank 0 ended without a report"
 

@@ -14,7 +14,7 @@ from paceline.analysis.phases import explain
 from paceline.analysis.run import open_run
 from paceline.cli import main
 from paceline.cli.config_flags import add_config_flags, given_flags
-from paceline.config import from_mapping
+from paceline.config import RunSettings, from_mapping
 from paceline.report.build import write_report
 from paceline.report.sections.overview import command, where_to_type
 from tests.support.records import FakeRun, write_repeats, write_run
@@ -150,10 +150,12 @@ def test_the_command_of_a_run_repeats_its_settings(tmp_path: Path) -> None:
         "augment": "crop,flip", "reshuffle": False, "sync_bn": True, "target_accuracy": 0.9,
         "schedule": "steps", "lr_steps": "1e-2:10,1e-3:10", "channels_last": "on",
     }  # fmt: skip
-    config = open_run(write_run(tmp_path, FakeRun("a", settings, [{"forward": 0.1}] * 2))).config
+    run = open_run(write_run(tmp_path, FakeRun("a", settings, [{"forward": 0.1}] * 2)))
+    config = run.settings.config
+    assert config is not None
     parser = argparse.ArgumentParser()
     add_config_flags(parser)
-    words = shlex.split(command(config))
+    words = shlex.split(command(run.settings))
     assert words[:2] == ["paceline", "train"]
     again = from_mapping(given_flags(parser.parse_args(words[2:])))
     assert {**again.to_dict(), "out": config.out, "name": config.name} == config.to_dict()
@@ -161,12 +163,13 @@ def test_the_command_of_a_run_repeats_its_settings(tmp_path: Path) -> None:
 
 def test_the_command_of_a_run_in_a_cluster_is_what_its_user_typed() -> None:
     settled = {"cluster": "nodes=2", "nnodes": 2, "master_addr": "10.77.0.1", "name": "a"}
-    assert command(from_mapping(settled)) == "paceline train --cluster nodes=2"
+    assert command(RunSettings.of(from_mapping(settled))) == "paceline train --cluster nodes=2"
 
 
 def test_a_command_for_several_machines_says_where_to_type_it() -> None:
     by_hand = {"nnodes": 2, "master_addr": "one", "node_rank": 1}
-    assert command(from_mapping(by_hand)) == "paceline train --nnodes 2 --master-addr one"
+    settings = RunSettings.of(from_mapping(by_hand))
+    assert command(settings) == "paceline train --nnodes 2 --master-addr one"
     assert (
         where_to_type(from_mapping(by_hand)) == " (on each of the 2 machines, with its --node-rank)"
     )

@@ -46,7 +46,7 @@ def test_accuracies_over_several_views_are_named(tmp_path: Path) -> None:
     write_run(tmp_path, FakeRun("one", {"lr": 0.1}))
     write_run(tmp_path, FakeRun("six", {"lr": 0.2, "eval_views": 6}))
     groups = collect(tmp_path).groups
-    (label,) = [group.label for group in groups if group.config.eval_views == 6]
+    (label,) = [group.label for group in groups if group.settings.get("eval_views") == 6]
     texts = [block.text for block in section(groups, "accuracy").blocks if isinstance(block, Text)]
     expected = f"Predictions of {label} are averaged over 6 views of each test image."
     assert texts[-1].endswith(expected)

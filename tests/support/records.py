@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.config import from_mapping
+from paceline.config import Kind, RunSettings, from_mapping
 from paceline.records import (
     BETWEEN_ITERATIONS,
     PHASES,
@@ -53,6 +53,9 @@ class FakeRun:
     """Overlapped communication of an iteration; the first one has double. None: not measured."""
     is_old: bool = False
     """Whether the version that wrote it did not yet keep the first iteration's phases apart."""
+    kind: Kind = "train"
+    """join and profile: `settings` are all that is known, besides the number of workers; a profiled
+    script has no losses, evaluations or samples."""
     more: dict[str, Any] = field(default_factory=dict)
     """Further keys of the result, or other values of its keys."""
 
@@ -71,7 +74,7 @@ class FakeRun:
              "test_loss": 1.0 - 0.5 * done / self.iterations,
              "test_accuracy": self.accuracy * done / self.iterations, "learning_rate": 0.01}
             for done in (self.iterations // 2, self.iterations)
-        ] if self.status == "finished" else []  # fmt: skip
+        ] if self.status == "finished" and self.kind == "train" else []  # fmt: skip
 
     def losses(self) -> list[float]:
         return [2.0 / (1 + index / 20) for index in range(self.iterations)]
@@ -80,17 +83,21 @@ class FakeRun:
 def write_run(root: Path, run: FakeRun) -> Path:
     """Everything that a run leaves, but for checkpoints and TensorBoard's files."""
     workers = len(run.phases)
-    config = from_mapping(
-        {"strategy": "single" if workers == 1 else "allreduce", "nproc_per_node": workers,
-         **run.settings, "out": str(root), "name": run.name, "iterations": run.iterations}
-    )  # fmt: skip
-    folder = RunFolder.create(config)
+    if run.kind == "train":
+        settings = RunSettings.of(from_mapping(
+            {"strategy": "single" if workers == 1 else "allreduce", "nproc_per_node": workers,
+             **run.settings, "out": str(root), "name": run.name, "iterations": run.iterations}
+        ))  # fmt: skip
+    else:
+        known = {**run.settings, "world_size": workers, "nnodes": run.nodes}
+        settings = RunSettings(run.kind, known)
+    folder = RunFolder.create_at(root / run.name, settings)
     for rank in range(workers):
         _write_events(folder, run, rank)
     for node in range(run.nodes):
         _write_resources(folder, run, node)
     if run.status != "unfinished":
-        folder.write_result(_result(folder, run, config.to_dict()))
+        folder.write_result(_result(folder, run, settings))
     return folder.path
 
 
@@ -100,8 +107,8 @@ def _write_events(folder: RunFolder, run: FakeRun, rank: int) -> None:
     seconds, losses = run.seconds(rank), run.losses()
     for first in range(0, run.iterations, BLOCK):
         block = slice(first, first + BLOCK)
-        events.write("iterations", first=first, seconds=seconds[block], loss=losses[block],
-                     learning_rate=0.01)  # fmt: skip
+        trained = {} if run.kind == "profile" else {"loss": losses[block], "learning_rate": 0.01}
+        events.write("iterations", first=first, seconds=seconds[block], **trained)
     for entry in run.history():
         events.write("evaluation", **entry, rank=rank, wall_seconds=2.0 + entry["seconds"])
     events.write("end", status=run.status, cause=run.cause)
@@ -153,7 +160,7 @@ def _worker(run: FakeRun, rank: int) -> dict[str, Any]:
     }
     return {
         "rank": rank, "node": rank * run.nodes // len(run.phases),
-        "samples": (run.shares[rank] if run.shares else 32) * run.iterations,
+        "samples": _samples(run, rank),
         "wall_seconds": sum(phases.values()),
         "iteration_seconds": {
             "first": seconds[0], "mean": statistics.fmean(rest), "median": statistics.median(rest),
@@ -164,22 +171,31 @@ def _worker(run: FakeRun, rank: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _samples(run: FakeRun, rank: int) -> int | None:
+    if run.kind == "profile":
+        return None
+    return (run.shares[rank] if run.shares else 32) * run.iterations
+
+
 def _times(seconds: float | None, count: int) -> float | None:
     return None if seconds is None else seconds * count
 
 
-def _result(folder: RunFolder, run: FakeRun, config: dict[str, Any]) -> dict[str, Any]:
+def _result(folder: RunFolder, run: FakeRun, settings: RunSettings) -> dict[str, Any]:
     workers = [_worker(run, rank) for rank in range(len(run.phases))]
-    finished = run.status == "finished"
+    samples = [worker["samples"] for worker in workers]
+    finished = run.status == "finished" and run.kind == "train"
     return {
         "schema": SCHEMA, "id": folder.id, "status": run.status, "cause": run.cause,
-        "config": config, "software": {"paceline": "0.1.0", "torch": "2.13.0"},
+        **settings.to_record(), "software": {"paceline": "0.1.0", "torch": "2.13.0"},
         "hardware": {"cpu": "a CPU", "cores": 2, "cores_in_machine": 2, "gpus": []},
         "wall_seconds": max(worker["wall_seconds"] for worker in workers),
-        "iterations": run.iterations, "samples": sum(worker["samples"] for worker in workers),
+        "iterations": run.iterations, "samples": None if None in samples else sum(samples),
         "weights_sha256": "0" * 64,
-        "final": {"train_loss": 0.4, "test_loss": 0.5 if finished else None,
-                  "test_accuracy": run.accuracy if finished else None},
+        "final": {} if run.kind == "profile" else {
+            "train_loss": 0.4, "test_loss": 0.5 if finished else None,
+            "test_accuracy": run.accuracy if finished else None,
+        },
         "seconds_to_target": run.seconds_to_target, "history": run.history(), "workers": workers,
         "nodes": [{"node": node, "cpu_percent_mean": 95.0 * (node + 1),
                    "rss_bytes_mean": run.rss_bytes,

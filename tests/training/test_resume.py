@@ -512,7 +512,7 @@ def test_run_with_a_recorded_setting_outside_todays_range_resumes(
     resumed = result_of(launcher.resume(str(folder.path), {"iterations": "9"}, quiet=True))
     assert (resumed["status"], resumed["config"]["timeout_seconds"]) == ("finished", 1e6)
     assert resumed["iterations"] == 9
-    assert open_run(folder.path).config.timeout_seconds == 1e6
+    assert open_run(folder.path).settings.get("timeout_seconds") == 1e6
 
 
 def test_resume_warns_about_settings_edited_in_config_json(

@@ -47,9 +47,9 @@ def train(out: Path, **settings: Any) -> tuple[RunFolder, Result]:
 def test_result_has_every_documented_key(tmp_path: Path) -> None:
     folder, result = train(tmp_path, epochs=1, sample_seconds=0.1)
     assert set(result) >= {
-        "schema", "id", "status", "cause", "config", "software", "hardware", "wall_seconds",
-        "iterations", "samples", "weights_sha256", "final", "seconds_to_target", "history",
-        "workers", "nodes", "checkpoints", "measurement_overhead",
+        "schema", "id", "status", "cause", "kind", "config", "software", "hardware",
+        "wall_seconds", "iterations", "samples", "weights_sha256", "final", "seconds_to_target",
+        "history", "workers", "nodes", "checkpoints", "measurement_overhead",
     }  # fmt: skip
     (worker,), (node,) = result["workers"], result["nodes"]
     assert set(worker) >= {

@@ -18,7 +18,7 @@ from paceline.analysis.statistics import (
     t_quantile,
 )
 from paceline.analysis.validation import is_number
-from paceline.config import RunConfig, Target
+from paceline.config import RunSettings, Target
 from paceline.data.manifest import OFFICIAL_SETS
 
 DRAWN_SETS = ("digits", "plain_digits")
@@ -51,7 +51,7 @@ def compare_accuracy(one: RunGroup, other: RunGroup, *, comparisons: int = 1) ->
     means = [math.fsum(each) / len(each) for each in values]
     if means[0] == means[1]:
         return AccuracyDifference(is_chance=True, is_single=True, is_equal=True)
-    samples = size_of_test_set(one.config)
+    samples = size_of_test_set(one.settings)
     if samples:
         deviation = math.sqrt(sum(_floors(one, other)))
         if abs(means[0] - means[1]) <= t_quantile(math.inf, ALPHA / comparisons) * deviation:
@@ -67,13 +67,13 @@ def accuracy_increase(first: RunGroup, other: RunGroup) -> Difference | None:
     return relative_increase(own, others, floors=_floors(first, other))
 
 
-def size_of_test_set(config: RunConfig) -> int | None:
+def size_of_test_set(settings: RunSettings) -> int | None:
     """The size of the test set; None for a user's own dataset, which may have any."""
-    if config.test_samples is not None:
-        return config.test_samples
-    if config.data in OFFICIAL_SETS:
-        return OFFICIAL_SETS[config.data].test_samples
-    return DRAWN_TEST_SAMPLES if config.data in DRAWN_SETS else None
+    if settings.config is not None and settings.config.test_samples is not None:
+        return settings.config.test_samples
+    if settings.data in OFFICIAL_SETS:
+        return OFFICIAL_SETS[settings.data].test_samples
+    return DRAWN_TEST_SAMPLES if settings.data in DRAWN_SETS else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +98,8 @@ def find_chance_accuracy(groups: Sequence[RunGroup]) -> list[ChanceAccuracy]:
         ChanceAccuracy(group.label, accuracy, chance, samples)
         for group in groups
         if (accuracy := group.mean_of("test_accuracy")) is not None
-        and (chance := _chance(group.config)) is not None
-        and (samples := size_of_test_set(group.config)) is not None
+        and (chance := _chance(group.settings)) is not None
+        and (samples := size_of_test_set(group.settings)) is not None
     ]
     return [
         one
@@ -109,10 +109,10 @@ def find_chance_accuracy(groups: Sequence[RunGroup]) -> list[ChanceAccuracy]:
     ]
 
 
-def _chance(config: RunConfig) -> float | None:
-    if config.data in OFFICIAL_SETS:
-        return OFFICIAL_SETS[config.data].largest_class
-    return 1 / DRAWN_CLASSES if config.data in DRAWN_SETS else None
+def _chance(settings: RunSettings) -> float | None:
+    if settings.data in OFFICIAL_SETS:
+        return OFFICIAL_SETS[settings.data].largest_class
+    return 1 / DRAWN_CLASSES if settings.data in DRAWN_SETS else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ def compare_training_lengths(groups: Sequence[RunGroup]) -> TrainingLengths | No
         (int(result["samples"]), group)
         for group in groups
         if group.finals("test_accuracy")
-        and group.config.target is None
+        and group.settings.target is None
         and (result := group.finished[0].result) is not None
         and result["samples"]
     ]
@@ -159,7 +159,7 @@ def _floors(first: RunGroup, other: RunGroup) -> tuple[float, float]:
 
 def _binomial_variance(group: RunGroup) -> float:
     values = group.finals("test_accuracy")
-    samples = size_of_test_set(group.config) or DRAWN_TEST_SAMPLES
+    samples = size_of_test_set(group.settings) or DRAWN_TEST_SAMPLES
     # One success and one failure more, since not even a perfect score has no uncertainty.
     share = (math.fsum(values) / len(values) * samples + 1) / (samples + 2)
     return max(0.0, share * (1 - share)) / samples
@@ -262,7 +262,7 @@ def epochs_to_accuracy(group: RunGroup, accuracy: float) -> list[float]:
 
 
 def have_same_dataset(summaries: Sequence[AccuracySummary]) -> bool:
-    return len({one.group.config.data for one in summaries}) == 1
+    return len({one.group.settings.data_or_task for one in summaries}) == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,5 +292,5 @@ def summarize_target(groups: Sequence[RunGroup]) -> list[TargetSummary]:
             ),
         )
         for group in groups
-        if group.runs and (target := group.config.target) is not None
+        if group.runs and (target := group.settings.target) is not None
     ]

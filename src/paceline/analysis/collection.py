@@ -25,7 +25,7 @@ def missing_events(run: Run) -> list[str]:
 
     Elastic runs are not checked: their workers come and go.
     """
-    if run.result is None or not run.is_finished or run.config.elastic:
+    if run.result is None or not run.is_finished or run.settings.get("elastic"):
         return []
     missing = []
     for worker in run.workers:
@@ -122,7 +122,7 @@ def _config_damage(run: Run) -> list[str]:
     if run.result is None:
         return []
     try:
-        run.folder.read_config()
+        run.folder.read_settings()
     except MissingRecordError:
         # result.json alone is enough.
         return []

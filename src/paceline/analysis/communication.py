@@ -22,7 +22,7 @@ from typing import Any
 from paceline.analysis.run import Run
 from paceline.analysis.run_group import RunGroup
 from paceline.analysis.validation import is_number
-from paceline.config import RunConfig
+from paceline.config import RunSettings
 from paceline.errors import RecordsError
 from paceline.records import TRAFFIC_KINDS, read_json
 from paceline.strategies import ALL_REDUCE, STRATEGIES
@@ -154,7 +154,7 @@ def all_reduce_bandwidth(
     None if the strategy does not all-reduce plain gradients, if transfers were not timed, or if the
     world size changed, because then the traffic mixes all-reduces of different sizes.
     """
-    if not group.finished or group.workers < 2 or not _sends_plain_gradients(group.config):
+    if not group.finished or group.workers < 2 or not _sends_plain_gradients(group.settings):
         return None
     workers = group.workers
     sums = [_gradient_bytes_and_seconds(run, workers) for run in group.finished]
@@ -181,10 +181,11 @@ def _gradient_bytes_and_seconds(run: Run, workers: int) -> tuple[float, float] |
     return sent / (2 * (workers - 1)) / run.iterations, min(seconds) / run.iterations
 
 
-def _sends_plain_gradients(config: RunConfig) -> bool:
+def _sends_plain_gradients(settings: RunSettings) -> bool:
     """A codec sends compressed gradients, and shared memory sends nothing."""
-    plain = config.options.get("codec", "none") == "none"
-    return config.strategy in ALL_REDUCE_STRATEGIES and config.communicator == "torch" and plain
+    plain = settings.options.get("codec", "none") == "none"
+    is_torch = settings.get("communicator") == "torch"
+    return settings.strategy in ALL_REDUCE_STRATEGIES and is_torch and plain
 
 
 def link_bytes_per_second(run: Run) -> float | None:

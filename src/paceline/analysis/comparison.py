@@ -11,7 +11,13 @@ from paceline.analysis.accuracy import accuracy_increase
 from paceline.analysis.collection import RunCollection, SkippedRecord, collect
 from paceline.analysis.communication import run_traffic
 from paceline.analysis.contention import CpuContention, find_contention
-from paceline.analysis.run_group import RunGroup, differing, settings_key, value_text
+from paceline.analysis.run_group import (
+    RunGroup,
+    differing,
+    scales_to_samples,
+    settings_key,
+    value_text,
+)
 from paceline.analysis.statistics import Difference, correct, relative_increase
 from paceline.errors import RecordsError
 
@@ -40,9 +46,9 @@ class Match:
     @property
     def changes(self) -> list[tuple[str, str, str]]:
         """Settings that differ though the names are the same, with both values."""
-        first, other = self.first.config, self.other.config
+        first, other = self.first.settings, self.other.settings
         return [
-            (name, value_text(getattr(first, name)), value_text(getattr(other, name)))
+            (name, value_text(first.get(name)), value_text(other.get(name)))
             for name in differing((first, other))
         ]
 
@@ -159,8 +165,9 @@ def significance(groups: Sequence[RunGroup]) -> list[Significance]:
     found = []
     for other in groups[1:]:
         pair = groups[0], other
-        has_same_data = groups[0].config.data == other.config.data
-        if has_same_data and groups[0].config.model_text == other.config.model_text:
+        one, two = groups[0].settings, other.settings
+        has_same_data = one.data_or_task == two.data_or_task
+        if one.task == two.task:
             found += _step_times(*pair)
             found += _figure(*pair, "wall time", wall_seconds)
         if has_same_data:
@@ -176,9 +183,9 @@ def significance(groups: Sequence[RunGroup]) -> list[Significance]:
 def _step_times(first: RunGroup, other: RunGroup) -> list[Significance]:
     """Per iteration, or per 1,000 samples where batches differ."""
     name, scales = "time per iteration", [1.0, 1.0]
-    if first.config.global_batch_size != other.config.global_batch_size:
-        name = "time per 1,000 samples"
-        scales = [1000 / group.samples_in_iteration for group in (first, other)]
+    to_samples = scales_to_samples((first, other))
+    if to_samples is not None:
+        name, scales = "time per 1,000 samples", to_samples
     means, blocks = (
         [
             [value * scale for value in values(group)]
@@ -291,9 +298,9 @@ def _match(
     matched: dict[str, Match] = {}
     by_settings: dict[str, list[str]] = {}
     for name, group in right.items():
-        by_settings.setdefault(settings_key(group.config), []).append(name)
+        by_settings.setdefault(settings_key(group.settings), []).append(name)
     for name, group in left.items():
-        same = by_settings.get(settings_key(group.config))
+        same = by_settings.get(settings_key(group.settings))
         if same:
             matched[name] = Match(name, group, right.pop(same.pop(0)))
     if first.kind == other.kind == "study":
@@ -312,15 +319,12 @@ def _match(
 
 
 def _is_same_work(first: RunGroup, other: RunGroup) -> bool:
-    one, two = first.config, other.config
-    return (one.model_text, one.data) == (two.model_text, two.data)
+    return first.settings.task == other.settings.task
 
 
 def _tables(matches: Sequence[Match]) -> list[FigureTable]:
     title, step = STEP_TIME, _step_seconds
-    if any(
-        one.first.config.global_batch_size != one.other.config.global_batch_size for one in matches
-    ):
+    if any(scales_to_samples((one.first, one.other)) for one in matches):
         title, step = SAMPLE_TIME, _sample_seconds
     tables = [
         _table(matches, title, step, is_time=True),
@@ -375,7 +379,9 @@ def _step_seconds(group: RunGroup) -> list[float]:
 
 
 def _sample_seconds(group: RunGroup) -> list[float]:
-    return [seconds * 1000 / group.samples_in_iteration for seconds in group.iteration_means]
+    """Empty if the number of samples is unknown."""
+    samples = group.samples_in_iteration
+    return [seconds * 1000 / samples for seconds in group.iteration_means] if samples else []
 
 
 def _target_seconds(group: RunGroup) -> list[float]:

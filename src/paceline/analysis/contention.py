@@ -48,7 +48,7 @@ def other_processes_share(run: Run) -> float | None:
     ]
     if not used or not is_number(cores) or not cores:
         return None
-    if run.config.cluster:
+    if run.settings.cluster:
         # Emulated nodes share one machine, so the CPU use of the other nodes belongs to the run.
         machine = sum(whole for whole, _ in used) / len(used)
         used = [(machine, sum(own for _, own in used))]

@@ -157,7 +157,8 @@ def _block(event: dict[str, Any], process: int, began: int) -> Block | None:
     first, phases = event.get("first"), event.get("phases")
     try:
         seconds = np.array(event["seconds"], dtype=np.float64)
-        losses = np.array(event["loss"], dtype=np.float64)
+        # A profiled script does not tell its losses.
+        losses = np.array(event.get("loss", [None] * len(seconds)), dtype=np.float64)
     except (KeyError, TypeError, ValueError, OverflowError):
         return None
     fits = seconds.ndim == 1 and seconds.shape == losses.shape and len(seconds) > 0

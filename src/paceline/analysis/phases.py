@@ -20,7 +20,7 @@ from paceline.analysis.communication import (
 )
 from paceline.analysis.events import IN_ITERATION, Later
 from paceline.analysis.run import Run
-from paceline.analysis.run_group import RunGroup
+from paceline.analysis.run_group import RunGroup, scales_to_samples
 from paceline.analysis.step_times import RankStepTimes
 from paceline.analysis.validation import is_number
 from paceline.measure.startup import STARTUP_PARTS
@@ -207,7 +207,7 @@ def overlapped_seconds(group: RunGroup) -> float | None:
 
 def has_single_bucket(group: RunGroup) -> bool:
     """Whether DDP or overlap sends all gradients in one bucket, so that nothing can overlap."""
-    if group.config.strategy not in ("ddp", "overlap") or group.workers == 1:
+    if group.settings.strategy not in ("ddp", "overlap") or group.workers == 1:
         return False
     # Both count the messages of a ring, whatever the library does.
     messages = 2 * (group.workers - 1)
@@ -268,8 +268,9 @@ def explain(faster: RunGroup, slower: RunGroup, *, by_samples: bool = False) -> 
         return None
     groups = faster, slower
     scales, work = [1.0, 1.0], "per iteration"
-    if by_samples or faster.config.global_batch_size != slower.config.global_batch_size:
-        scales, work = [1000 / group.samples_in_iteration for group in groups], "per 1,000 samples"
+    to_samples = scales_to_samples(groups, always=by_samples)
+    if to_samples is not None:
+        scales, work = to_samples, "per 1,000 samples"
     first, second = splits[0].seconds, splits[1].seconds
     return Explanation(
         faster.label,
@@ -359,7 +360,7 @@ def find_bottleneck(group: RunGroup, measured: Sequence[CommMeasurement] = ()) -
     exchange = split.seconds["exchange"]
     wire = wire_time(group, measured)
     is_explained = wire is None or wire.seconds >= EXPLAINED * exchange
-    is_network = group.config.nnodes > 1 and is_explained
+    is_network = group.settings.nnodes > 1 and is_explained
 
     def communication(kind: str) -> Bottleneck:
         cause = None if is_explained else _remaining_cause(group)
@@ -393,7 +394,7 @@ def wire_time(group: RunGroup, measured: Sequence[CommMeasurement] = ()) -> Wire
         sent = sum(kind.get("bytes_sent") or 0 for kind in kinds)
         received = sum(kind.get("bytes_received") or 0 for kind in kinds)
         # A node's workers share its link, and the link of a server carries what all of them send.
-        node = 0 if group.config.strategy == "parameter_server" else int(worker["node"])
+        node = 0 if group.settings.strategy == "parameter_server" else int(worker["node"])
         by_node[node] = by_node.get(node, 0.0) + max(sent, received)
         messages = max(messages, sum(kind.get("messages") or 0 for kind in kinds))
     count = max(by_node.values(), default=0.0) / run.iterations
@@ -421,8 +422,8 @@ def _remaining_cause(group: RunGroup) -> CommunicationCause:
     quota, cores = hardware.get("cpu_quota"), hardware.get("cores_in_machine")
     if is_number(quota):
         return CommunicationCause(cpu_quota=quota)
-    is_one_machine = group.config.nnodes == 1 or group.config.cluster
-    threads = group.workers * (group.config.threads or 1)
+    is_one_machine = group.settings.nnodes == 1 or group.settings.cluster
+    threads = group.workers * (group.settings.threads or 1)
     if is_one_machine and is_number(cores) and threads > cores:
         return CommunicationCause(threads=threads, cores=cores)
     return CommunicationCause()

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline.analysis.run_group import RunGroup
+from paceline.analysis.run_group import RunGroup, scales_to_samples
 from paceline.analysis.statistics import Difference, Sample, against_first
-from paceline.config import RunConfig
+from paceline.config import RunSettings
 
 LOSSLESS_CODECS = frozenset(("none",))
 
@@ -26,38 +26,41 @@ class Deviation:
     """The codec, or the mode of the parameter server."""
 
 
-def deviation(config: RunConfig) -> Deviation | None:
-    """None for an exact run."""
-    codec = str(config.options.get("codec", "none"))
+def deviation(settings: RunSettings) -> Deviation | None:
+    """None for an exact run, and for a script whose strategy is not known."""
+    codec = str(settings.options.get("codec", "none"))
     if codec not in LOSSLESS_CODECS:
         return Deviation("lossy codec", codec)
-    if ":" in config.strategy:
+    if ":" in (settings.strategy or ""):
         return Deviation("user strategy")
-    if config.strategy == "easgd":
+    if settings.strategy == "easgd":
         return Deviation("elastic averaging")
-    if config.workers == 1:
+    if settings.workers == 1:
         return None
-    if config.strategy == "local_sgd" and not _averages_every_step(config):
+    if settings.strategy == "local_sgd" and not _averages_every_step(settings):
         return Deviation("local steps")
-    if config.strategy == "parameter_server":
-        mode = config.options.get("mode", "sync")
+    if settings.strategy == "parameter_server":
+        mode = settings.options.get("mode", "sync")
         return None if mode == "sync" else Deviation("staleness", str(mode))
     return None
 
 
-def _averages_every_step(config: RunConfig) -> bool:
+def _averages_every_step(settings: RunSettings) -> bool:
     """Averaged weights equal a step with the mean gradient, if a step is linear in the gradient."""
-    is_linear = config.optimizer == "sgd" and config.clip_norm is None and not config.shares
-    return is_linear and str(config.options.get("every", "")) == "1"
+    known = settings.config
+    if known is None:
+        return False
+    is_linear = known.optimizer == "sgd" and known.clip_norm is None and not known.shares
+    return is_linear and str(settings.options.get("every", "")) == "1"
 
 
 def is_exact(group: RunGroup) -> bool:
-    return deviation(group.config) is None
+    return deviation(group.settings) is None
 
 
 def deviations(groups: Sequence[RunGroup]) -> list[tuple[RunGroup, Deviation]]:
     """The approximate configurations, each with its deviation."""
-    found = ((group, deviation(group.config)) for group in groups if group.runs)
+    found = ((group, deviation(group.settings)) for group in groups if group.runs)
     return [(group, one) for group, one in found if one is not None]
 
 
@@ -104,7 +107,7 @@ class Ranking:
 
 def rank_groups(groups: Sequence[RunGroup]) -> Ranking:
     """By time to the target if all have the same and some reached it, else by step time."""
-    targets = {group.config.target for group in groups if group.finished}
+    targets = {group.settings.target for group in groups if group.finished}
     to_target = [ranked for group in groups if (ranked := _to_target(group)) is not None]
     if to_target and len(targets) == 1:
         return Ranking(TO_TARGET, _fastest_first(to_target))
@@ -114,9 +117,10 @@ def rank_groups(groups: Sequence[RunGroup]) -> Ranking:
 def rank_by_step_time(groups: Sequence[RunGroup]) -> Ranking:
     """By time per iteration, or per 1,000 samples where batch sizes differ."""
     timed = [group for group in groups if group.timed]
-    if len({group.config.global_batch_size for group in timed}) <= 1:
+    scales = scales_to_samples(timed)
+    if scales is None:
         return Ranking("per iteration", _fastest_first([_scaled(group, 1.0) for group in timed]))
-    scaled = [_scaled(group, 1000 / group.samples_in_iteration) for group in timed]
+    scaled = [_scaled(group, scale) for group, scale in zip(timed, scales, strict=True)]
     return Ranking("per 1,000 samples", _fastest_first(scaled))
 
 

@@ -186,7 +186,7 @@ def find_straggler(group: RunGroup) -> Straggler | None:
 
 def _slowed_nodes(run: Run) -> Collection[int]:
     """Nodes of an emulated cluster that get less CPU time than the others."""
-    return parse_recorded(run.config.cluster).slow if run.config.cluster else ()
+    return parse_recorded(run.settings.cluster).slow if run.settings.cluster else ()
 
 
 def _straggler_in_run(label: str, run: Run) -> Straggler | None:
@@ -214,6 +214,6 @@ def _straggler_in_run(label: str, run: Run) -> Straggler | None:
         usual,
         extra_wait,
         extra_wait / total,
-        is_injected=run.config.slowness(slowest) > 1 or int(node) in _slowed_nodes(run),
-        can_rebalance=run.is_synchronous and run.config.shares != ("auto",),
+        is_injected=run.settings.slowness(slowest) > 1 or int(node) in _slowed_nodes(run),
+        can_rebalance=run.is_synchronous and run.settings.get("shares") not in (None, ("auto",)),
     )

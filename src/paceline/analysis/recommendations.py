@@ -177,7 +177,8 @@ def recommend(
     found += _about_ties(ranking, gaps, is_busy=bool(contention))
     found += _about_stragglers(stragglers)
     fastest = ranking.entries[0].group if ranking and ranking.entries else None
-    if fastest is not None:
+    # The rules name settings of `paceline train`.
+    if fastest is not None and fastest.settings.kind == "train":
         # A configuration that was not run, or could not be, has no settings to compare with.
         tried = [group for group in groups if group.runs]
         for bottleneck in bottlenecks:
@@ -240,11 +241,11 @@ def _about_communication(
     exposed = bottleneck.shares["communication"]
     if split is None or exposed < COSTLY_COMMUNICATION:
         return
-    strategies = {group.config.strategy for group in tried}
+    strategies = {group.settings.strategy for group in tried}
     if not strategies & {"overlap", "ddp"}:
         yield Overlap(exposed, min(1.0, split.seconds["backward"] / split.seconds["exchange"]))
     if _can_gain_by_codec(fastest, bottleneck) and not any(
-        "codec" in group.config.options for group in tried
+        "codec" in group.settings.options for group in tried
     ):
         yield Compress(exposed)
     if "local_sgd" not in strategies:
@@ -253,14 +254,14 @@ def _about_communication(
 
 def _can_gain_by_codec(group: RunGroup, bottleneck: Bottleneck) -> bool:
     """Fewer bytes help only where bytes are what takes the time."""
-    if group.config.strategy not in ALL_REDUCE_STRATEGIES or bottleneck.cause is not None:
+    if group.settings.strategy not in ALL_REDUCE_STRATEGIES or bottleneck.cause is not None:
         return False
     wire = bottleneck.wire
     if wire is not None:
         return wire.bytes / wire.bytes_per_second >= BOTTLENECK_SHARE * bottleneck.exchange_seconds
     # Between processes of one machine an exchange is CPU work, and a codec adds to it.
     has_gpus = bool((group.finished[0].result or {}).get("hardware", {}).get("gpus"))
-    return group.config.nnodes > 1 or has_gpus
+    return group.settings.nnodes > 1 or has_gpus
 
 
 def _about_compute(
@@ -278,10 +279,10 @@ def _too_few_cores(group: RunGroup, workers: int) -> float | None:
     """The cores of the machine, where `workers` workers would have more threads than these."""
     hardware = (group.finished[0].result or {}).get("hardware", {})
     cores = hardware.get("cores")
-    if group.config.nnodes > 1 or hardware.get("gpus") or not is_number(cores):
+    if group.settings.nnodes > 1 or hardware.get("gpus") or not is_number(cores):
         return None
     # Without a setting, the workers share all cores.
-    threads = group.config.threads or max(1, cores // group.workers)
+    threads = group.settings.threads or max(1, cores // group.workers)
     return cores if workers * threads > cores else None
 
 
@@ -298,7 +299,7 @@ def _about_wall_time(fastest: RunGroup) -> Iterator[Recommendation]:
     if whole is None:
         return
     if whole.share("checkpoint") > COSTLY_CHECKPOINTS:
-        is_background = fastest.config.checkpoint_mode == "background"
+        is_background = fastest.settings.get("checkpoint_mode") == "background"
         yield CheaperCheckpoints(fastest.label, whole.share("checkpoint"), is_background)
     if whole.share("evaluate") > COSTLY_EVALUATION:
         yield FewerEvaluations(fastest.label, whole.share("evaluate"))

@@ -1,4 +1,4 @@
-"""One run: its configuration, its result and its step times."""
+"""One run: its settings, its result and its step times."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from typing import Any
 from paceline.analysis.step_times import StepTimes, read_timing, timing_of_result
 from paceline.analysis.validation import check_result, is_number
 from paceline.analysis.world_sizes import WorldSize, starts_of_result, worlds_of
-from paceline.config import RunConfig, from_record
-from paceline.errors import ConfigError, RecordsError
-from paceline.records import Result, RunFolder
+from paceline.config import RunSettings
+from paceline.records import Result, RunFolder, settings_of
 
 
 @dataclass(frozen=True)
 class Run:
     folder: RunFolder
-    config: RunConfig
+    settings: RunSettings
     result: Result | None
     """None while there is no result.json: the run is still running, or was killed."""
 
@@ -98,7 +97,7 @@ class Run:
     @property
     def iterations_to_target(self) -> int | None:
         """Up to the first evaluation that reached the target; None if none did."""
-        target = self.config.target
+        target = self.settings.target
         reached = (
             int(entry["iteration"])
             for entry in self.history
@@ -184,10 +183,6 @@ def open_run(path: Path) -> Run:
     folder = RunFolder(path)
     result = folder.read_result()
     if result is None:
-        return Run(folder, folder.read_config(), None)
+        return Run(folder, folder.read_settings(), None)
     check_result(result, str(folder.result_file))
-    try:
-        config = from_record(result["config"])
-    except ConfigError as error:
-        raise RecordsError(f"{folder.result_file}: {error.problems[0]}") from None
-    return Run(folder, config, result)
+    return Run(folder, settings_of(result, folder.result_file), result)

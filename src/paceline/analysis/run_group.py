@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from paceline.analysis.run import Run
-from paceline.config import RunConfig, key
+from paceline.config import RunSettings
 
 IGNORED_FIELDS = frozenset(
     (
@@ -21,6 +21,9 @@ IGNORED_FIELDS = frozenset(
 )  # fmt: skip
 """Settings in which repeats may differ."""
 
+
+MAX_COMMAND = 60
+"""Characters of a command in a label."""
 
 NOT_RUN = "not run yet"
 """The trouble of a configuration that a study has not started yet."""
@@ -52,12 +55,12 @@ class RunGroup:
         return [run for run in self.finished if run.timing is not None]
 
     @property
-    def config(self) -> RunConfig:
-        return self.runs[0].config
+    def settings(self) -> RunSettings:
+        return self.runs[0].settings
 
     @property
     def workers(self) -> int:
-        return self.config.workers
+        return self.settings.workers
 
     @property
     def status(self) -> str:
@@ -93,12 +96,23 @@ class RunGroup:
         return [mean for run in self.timed if (mean := run.iteration_seconds) is not None]
 
     @cached_property
-    def samples_in_iteration(self) -> float:
-        """Mean over the run, which includes the smaller last batch of an epoch."""
+    def samples_in_iteration(self) -> float | None:
+        """Mean over the run, which includes the smaller last batch of an epoch.
+
+        None if neither the batch size nor the number of samples is known.
+        """
         for run in self.timed:
             if run.iterations and run.result is not None and run.result["samples"]:
                 return float(run.result["samples"]) / run.iterations
-        return float(self.config.global_batch_size)
+        batch_size = self.settings.global_batch_size
+        return None if batch_size is None else float(batch_size)
+
+    @property
+    def batch_size(self) -> int | None:
+        """The global batch size: as set, else as counted; None if it is unknown."""
+        if self.settings.config is not None:
+            return self.settings.global_batch_size
+        return None if self.samples_in_iteration is None else round(self.samples_in_iteration)
 
     def values(
         self, get: Callable[[Run], float | None], runs: Sequence[Run] | None = None
@@ -120,49 +134,63 @@ def known(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None]
 
 
+def scales_to_samples(groups: Sequence[RunGroup], *, always: bool = False) -> list[float] | None:
+    """Factors from time per iteration to time per 1,000 samples, where batch sizes differ.
+
+    None where they are equal, unless `always`, or one is unknown: then iterations are compared.
+    """
+    is_same = len({group.batch_size for group in groups}) < 2 and not always
+    samples = known(group.samples_in_iteration for group in groups)
+    if is_same or len(samples) < len(groups):
+        return None
+    return [1000 / one for one in samples]
+
+
 def group_runs(runs: Iterable[Run]) -> list[RunGroup]:
     """Group runs by their settings, in order of first appearance."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
-        groups.setdefault(settings_key(run.config), []).append(run)
+        groups.setdefault(settings_key(run.settings), []).append(run)
     members = list(groups.values())
-    names = label_all([runs[0].config for runs in members])
+    names = label_all([runs[0].settings for runs in members])
     return [RunGroup(label, runs) for label, runs in zip(names, members, strict=True)]
 
 
-def differing(configs: Sequence[RunConfig]) -> list[str]:
-    """The names of settings that differ, except IGNORED_FIELDS."""
-    if not configs:
-        return []
-    first = configs[0]
-    return [
-        item.name
-        for item in dataclasses.fields(RunConfig)
-        if item.name not in IGNORED_FIELDS
-        and any(getattr(config, item.name) != getattr(first, item.name) for config in configs)
-    ]
+def differing(settings: Sequence[RunSettings]) -> list[str]:
+    """The names of settings that differ, except IGNORED_FIELDS.
+
+    A setting that runs of another kind do not have is not a difference; their kind is.
+    """
+    names = dict.fromkeys(name for one in settings for name in ("kind", *one.values))
+    return [name for name in names if name not in IGNORED_FIELDS and _differs(name, settings)]
 
 
-def label_all(configs: Sequence[RunConfig]) -> list[str]:
+def _differs(name: str, settings: Sequence[RunSettings]) -> bool:
+    kinds = {one.kind for one in settings if name == "kind" or name in one.values}
+    values = [one.get(name) for one in settings if one.kind in kinds]
+    return any(value != values[0] for value in values)
+
+
+def label_all(settings: Sequence[RunSettings]) -> list[str]:
     """A label for each, of the settings that differ; equal only for equal settings.
 
     Where several settings differ, values that most configurations share are omitted.
     """
-    names = differing(configs)
+    names = differing(settings)
     if not names:
-        return [f"{config.model_text} on {config.data}, {config.strategy}" for config in configs]
-    usual = {name: _usual([getattr(config, name) for config in configs]) for name in names}
+        return [_title(one) for one in settings]
+    usual = {name: _usual([one.get(name) for one in settings]) for name in names}
     several = len(names) > 1
     return [
         label(
-            config,
+            one,
             [
                 name
                 for name in names
-                if name == "strategy" or not several or getattr(config, name) != usual[name]
+                if name in _ALWAYS_LABELED or not several or one.get(name) != usual[name]
             ],
         )
-        for config in configs
+        for one in settings
     ]
 
 
@@ -172,37 +200,54 @@ def _usual(values: Sequence[Any]) -> Any:
     return most if values.count(most) * 2 > len(values) else ...
 
 
-def label(config: RunConfig, names: Sequence[str]) -> str:
+def label(settings: RunSettings, names: Sequence[str]) -> str:
     """The label of a configuration, from these settings."""
-    order = ("strategy", "options", *(one for one in names if one not in _LABELED_FIELDS))
-    parts = [setting_text(name, getattr(config, name)) for name in order if name in names]
-    if "nnodes" in names or "nproc_per_node" in names:
-        parts.insert(min(1, len(parts)), describe_workers(config))
+    order = ("command", "strategy", "options", *(one for one in names if one not in _LABELED))
+    parts = [
+        setting_text(name, settings.get(name))
+        for name in order
+        if name in names and name in settings.values
+    ]
+    if {"nnodes", "nproc_per_node", "world_size"} & set(names):
+        parts.insert(min(1, len(parts)), describe_workers(settings))
     if "batch_size" in names or "batch_per_worker" in names:
-        parts.append(f"batch {config.global_batch_size}")
-    return ", ".join(filter(None, parts)) or config.strategy
+        parts.append(f"batch {settings.global_batch_size}")
+    text = ", ".join(filter(None, parts)) or _title(settings)
+    return f"{settings.kind}: {text}" if "kind" in names and settings.kind != "train" else text
 
 
-_LABELED_FIELDS = (
+def _title(settings: RunSettings) -> str:
+    """What was trained, and with which strategy if known."""
+    task = setting_text("command", settings.get("command")) if settings.get("command") else ""
+    return ", ".join(filter(None, (task or settings.task, settings.strategy)))
+
+
+_ALWAYS_LABELED = ("kind", "command", "strategy")
+_LABELED = (
+    "kind",
+    "command",
     "strategy",
     "options",
     "nnodes",
     "nproc_per_node",
+    "world_size",
     "batch_size",
     "batch_per_worker",
 )
 
 
-def describe_workers(config: RunConfig) -> str:
+def describe_workers(settings: RunSettings) -> str:
     """The number of workers, and of nodes if there are several."""
-    workers = f"{config.workers} worker{'s' * (config.workers > 1)}"
-    return workers if config.nnodes == 1 else f"{workers} on {config.nnodes} nodes"
+    workers = f"{settings.workers} worker{'s' * (settings.workers > 1)}"
+    return workers if settings.nnodes == 1 else f"{workers} on {settings.nnodes} nodes"
 
 
 def setting_text(name: str, value: Any) -> str:
     """A setting as short as is clear in a legend."""
     if name in ("strategy", "model", "data", "optimizer", "precision", "schedule"):
         return str(value)
+    if name == "command":
+        return _shortened(value_text(value))
     if name in ("options", "model_options"):
         return " ".join(f"{key}={item}" for key, item in value.items())
     if name == "checkpoint_every":
@@ -213,16 +258,31 @@ def setting_text(name: str, value: Any) -> str:
     return f"{plain} {value_text(value)}"
 
 
+def known_text(settings: RunSettings, name: str) -> str:
+    """The value of a setting for a table; a dash if it is unknown."""
+    is_known = name == "kind" or name in settings.values
+    return value_text(settings.get(name)) if is_known else "-"
+
+
 def value_text(value: Any) -> str:
     if isinstance(value, dict):
         return " ".join(f"{key}={item}" for key, item in value.items()) or "none"
-    if isinstance(value, list | tuple):
+    if isinstance(value, list):
+        # Only a command is a list.
+        return shlex.join(map(str, value))
+    if isinstance(value, tuple):
         return ",".join(map(str, value)) or "none"
     if isinstance(value, float):
         return f"{value:g}"
     return "none" if value is None else str(value)
 
 
-def settings_key(config: RunConfig) -> str:
+def _shortened(text: str) -> str:
+    """Without the middle, since commands differ in their script or their last arguments."""
+    half = MAX_COMMAND // 2
+    return text if len(text) <= MAX_COMMAND else f"{text[:half]}…{text[-half:]}"
+
+
+def settings_key(settings: RunSettings) -> str:
     """Equal for runs that repeat one another, and only for these."""
-    return key(config, IGNORED_FIELDS)
+    return settings.key(IGNORED_FIELDS)

@@ -31,15 +31,17 @@ class SamplingOrder:
 
 
 def sampling_order(group: RunGroup) -> SamplingOrder | None:
-    """The order of the first finished run; None if the size of its dataset is unknown."""
+    """The order of the first finished run; None if its order is unknown."""
     run = group.finished[0]
-    samples, epochs = _samples_and_epochs(run)
+    config = run.settings.config
+    if config is None:
+        return None
+    samples, epochs = _samples_and_epochs(run, config.train_samples)
     if not 0 < samples <= _MAX_DATASET_SIZE or not epochs:
         return None
     # Imports torch, which most reports do without.
     from paceline.data.sampling import GlobalBatchSampler
 
-    config = run.config
     order = GlobalBatchSampler(samples, config.global_batch_size, config.seed, config.reshuffle)
     firsts = [
         order.permutation(epoch)[:MAX_SAMPLES].tolist() for epoch in range(min(epochs, _MAX_EPOCHS))
@@ -47,10 +49,10 @@ def sampling_order(group: RunGroup) -> SamplingOrder | None:
     return SamplingOrder(group.label, firsts, has_all_epochs=epochs <= _MAX_EPOCHS)
 
 
-def _samples_and_epochs(run: Run) -> tuple[int, int]:
+def _samples_and_epochs(run: Run, train_samples: int | None) -> tuple[int, int]:
     """From the last evaluation; zeros without one."""
     last = run.history[-1] if run.history else None
     if last is None or run.result is None or not last["epoch"]:
         return 0, 0
-    samples = run.config.train_samples or round(run.result["samples"] / last["epoch"])
+    samples = train_samples or round(run.result["samples"] / last["epoch"])
     return samples, math.ceil(last["epoch"])

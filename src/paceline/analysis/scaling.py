@@ -19,7 +19,7 @@ from paceline.analysis.phases import (
 from paceline.analysis.run_group import IGNORED_FIELDS, RunGroup, differing, setting_text
 from paceline.analysis.statistics import Difference, correct, relative_increase
 from paceline.analysis.validation import is_number
-from paceline.config import RunConfig, key
+from paceline.config import RunConfig, RunSettings
 
 KINDS = ("strong", "weak")
 NOISE = 0.05
@@ -32,8 +32,9 @@ _STRATEGY_FIELDS = ("slow", "shares", "communicator")
 _DEFAULTS = {name: getattr(RunConfig(), name) for name in _STRATEGY_FIELDS}
 
 _SERIES_FIELDS = IGNORED_FIELDS | {
-    "nnodes", "nproc_per_node", "hosts", "cluster", "batch_size", "batch_per_worker", "strategy",
-    "options", "threads", "epochs", "iterations", "launcher", "elastic", *_STRATEGY_FIELDS,
+    "nnodes", "nproc_per_node", "world_size", "hosts", "cluster", "batch_size", "batch_per_worker",
+    "strategy", "options", "threads", "epochs", "iterations", "launcher", "elastic",
+    *_STRATEGY_FIELDS,
 }  # fmt: skip
 """Settings that may differ within a series, or are compared one by one."""
 
@@ -106,13 +107,13 @@ def scaling_series(groups: Sequence[RunGroup]) -> list[ScalingSeries]:
     timed = [group for group in groups if group.timed and _throughputs(group)]
     by_environment: dict[str, list[RunGroup]] = {}
     for group in timed:
-        by_environment.setdefault(_environment(group.config), []).append(group)
-    names = _environment_names([members[0].config for members in by_environment.values()])
+        by_environment.setdefault(_environment(group.settings), []).append(group)
+    names = _environment_names([members[0].settings for members in by_environment.values()])
     found = [
         dataclasses.replace(series, name=", ".join(filter(None, (series.name, name))))
         for members, name in zip(by_environment.values(), names, strict=True)
         for strategy in dict.fromkeys(
-            _strategy_name(group.config) for group in members if group.workers > 1
+            _strategy_name(group.settings) for group in members if group.workers > 1
         )
         for kind in KINDS
         for series in _series_of_kind(members, strategy, kind)
@@ -127,40 +128,42 @@ def scaling_series(groups: Sequence[RunGroup]) -> list[ScalingSeries]:
 
 
 def _throughputs(group: RunGroup) -> list[float]:
-    return [group.samples_in_iteration / seconds for seconds in group.iteration_means if seconds]
+    samples = group.samples_in_iteration
+    return [samples / seconds for seconds in group.iteration_means if seconds] if samples else []
 
 
-def _environment(config: RunConfig) -> str:
+def _environment(settings: RunSettings) -> str:
     """Equal for groups that can be in one series."""
-    return f"{key(config, _SERIES_FIELDS)} {_cluster(config)}"
+    return f"{settings.key(_SERIES_FIELDS)} {_cluster(settings)}"
 
 
-def _environment_names(configs: Sequence[RunConfig]) -> list[str]:
+def _environment_names(settings: Sequence[RunSettings]) -> list[str]:
     """The settings that distinguish environments; empty names if there is only one."""
-    names = [name for name in differing(configs) if name not in _SERIES_FIELDS]
-    clusters = [_cluster(config) for config in configs]
+    names = [name for name in differing(settings) if name not in _SERIES_FIELDS]
+    clusters = [_cluster(one) for one in settings]
     return [
         ", ".join(
             [
-                *(setting_text(name, getattr(config, name)) for name in names),
+                *(setting_text(name, one.get(name)) for name in names if one.get(name) is not None),
                 *([f"cluster {cluster or 'none'}"] if len(set(clusters)) > 1 else []),
             ]
         )
-        for config, cluster in zip(configs, clusters, strict=True)
+        for one, cluster in zip(settings, clusters, strict=True)
     ]
 
 
-def _cluster(config: RunConfig) -> str:
+def _cluster(settings: RunSettings) -> str:
     """The cluster without its number of nodes."""
-    return re.sub(r"nodes=\d+,?", "", config.cluster or "")
+    return re.sub(r"nodes=\d+,?", "", settings.cluster or "")
 
 
-def _strategy_name(config: RunConfig) -> str:
-    parts = [f"{config.strategy} {setting_text('options', config.options)}".strip()]
+def _strategy_name(settings: RunSettings) -> str:
+    strategy = settings.strategy or settings.task
+    parts = [f"{strategy} {setting_text('options', settings.options)}".strip()]
     parts += [
-        setting_text(name, getattr(config, name))
+        setting_text(name, settings.get(name))
         for name in _STRATEGY_FIELDS
-        if getattr(config, name) != _DEFAULTS[name]
+        if settings.get(name) not in (None, _DEFAULTS[name])
     ]
     return ", ".join(parts)
 
@@ -168,11 +171,15 @@ def _strategy_name(config: RunConfig) -> str:
 def _series_of_kind(groups: Sequence[RunGroup], strategy: str, kind: str) -> list[ScalingSeries]:
     """Series by batch. A single worker does not synchronize, so it is the base of any strategy."""
     members = [
-        group for group in groups if _strategy_name(group.config) == strategy or group.workers == 1
+        group
+        for group in groups
+        if _strategy_name(group.settings) == strategy or group.workers == 1
     ]
     by_size: dict[int, list[RunGroup]] = {}
     for group in members:
-        batch = group.config.global_batch_size
+        batch = group.batch_size
+        if batch is None:
+            continue
         size = batch if kind == "strong" else round(batch / group.workers)
         by_size.setdefault(size, []).append(group)
     return [
@@ -185,7 +192,7 @@ def _series_of_kind(groups: Sequence[RunGroup], strategy: str, kind: str) -> lis
 def _is_ambiguous(name: str, groups: Sequence[RunGroup]) -> bool:
     """Whether a study's label stands for several strategies, which another axis distinguishes."""
     named = [group for group in groups if group.workers > 1 and group.axes.get("strategy") == name]
-    return len({_strategy_name(group.config) for group in named}) > 1
+    return len({_strategy_name(group.settings) for group in named}) > 1
 
 
 def _series(
@@ -194,7 +201,7 @@ def _series(
     by_workers: dict[int, RunGroup] = {}
     for group in groups:
         # Of several groups with one worker, prefer that of the same strategy.
-        if group.workers not in by_workers or _strategy_name(group.config) == strategy:
+        if group.workers not in by_workers or _strategy_name(group.settings) == strategy:
             by_workers[group.workers] = group
     if len(by_workers) < 2:
         return None
@@ -238,7 +245,7 @@ def superlinear_causes(series: ScalingSeries, point: ScalingPoint) -> Superlinea
     shares = [one.share for one in find_contention([base.group, point.group])]
     cores = _cores(base.group)
     # Without the setting, workers share the cores: the total is the same and explains nothing.
-    before, after = base.group.config.threads, point.group.config.threads
+    before, after = base.group.settings.threads, point.group.settings.threads
     has_more_threads = (
         before and after and before < after and after * point.workers <= (cores or math.inf)
     )
@@ -253,5 +260,5 @@ def _cores(group: RunGroup) -> float | None:
     """Cores of the machine; None with several machines or GPUs, or if unknown."""
     hardware = (group.finished[0].result or {}).get("hardware", {})
     cores = hardware.get("cores")
-    is_other = group.config.nnodes > 1 or hardware.get("gpus")
+    is_other = group.settings.nnodes > 1 or hardware.get("gpus")
     return float(cores) if is_number(cores) and not is_other else None

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from paceline.analysis.phases import epoch_seconds, first_epoch_seconds
 from paceline.analysis.run_group import IGNORED_FIELDS, RunGroup, differing, known
 from paceline.analysis.statistics import Difference, correct, relative_increase
-from paceline.config import key
 
 BATCH_FIELDS = frozenset(
     ("batch_size", "batch_per_worker", "iterations", "epochs", "eval_every", "checkpoint_every")
@@ -37,16 +36,20 @@ class BatchSizeSummary:
 
 def summarize_batch_sizes(groups: Sequence[RunGroup]) -> list[BatchSizeSummary]:
     """By batch size; empty with fewer than two sizes."""
-    rows = [_summarize_batch_size(group) for group in groups if group.finished]
+    rows = [
+        _summarize_batch_size(group, group.batch_size)
+        for group in groups
+        if group.finished and group.batch_size is not None
+    ]
     if len({row.batch_size for row in rows}) < 2:
         return []
     return sorted(rows, key=lambda row: row.batch_size)
 
 
-def _summarize_batch_size(group: RunGroup) -> BatchSizeSummary:
+def _summarize_batch_size(group: RunGroup, batch_size: int) -> BatchSizeSummary:
     return BatchSizeSummary(
         group,
-        group.config.global_batch_size,
+        batch_size,
         group.values(lambda run: run.wall_seconds),
         group.iteration_means,
         group.values(epoch_seconds),
@@ -77,7 +80,7 @@ def compare_batch_sizes(
 
 
 def differ_in_batch_size_only(small: BatchSizeSummary, large: BatchSizeSummary) -> bool:
-    return not set(differing([small.group.config, large.group.config])) - BATCH_FIELDS
+    return not set(differing([small.group.settings, large.group.settings])) - BATCH_FIELDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +114,12 @@ class CheckpointCost:
 def checkpoint_costs(groups: Sequence[RunGroup]) -> list[CheckpointCost]:
     """Groups with checkpoints, each compared with its baseline where there is one."""
     plain = {
-        key(group.config, _CHECKPOINT_FIELDS): group
+        group.settings.key(_CHECKPOINT_FIELDS): group
         for group in groups
         if group.finished and not _checkpoint_values(group, "count")
     }
     costs = [
-        _cost(group, plain.get(key(group.config, _CHECKPOINT_FIELDS)))
+        _cost(group, plain.get(group.settings.key(_CHECKPOINT_FIELDS)))
         for group in groups
         if group.finished and _checkpoint_values(group, "count")
     ]

@@ -37,7 +37,8 @@ def _first_wrong(result: Result) -> str | None:
     if result["status"] not in STATUSES:
         return f"status is {result['status']!r}"
     for key in ("wall_seconds", "iterations", "samples"):
-        if not is_number(result[key]) or result[key] < 0:
+        is_unknown = key == "samples" and result[key] is None
+        if not is_unknown and (not is_number(result[key]) or result[key] < 0):
             return f"{key} is not a number"
     for key in ("history", "workers", "nodes"):
         rows = result[key]
@@ -100,9 +101,12 @@ def _wrong_metrics(record: Mapping[str, Any]) -> str | None:
 
 
 def _wrong_worker(worker: Mapping[str, Any]) -> str | None:
-    for key in ("rank", "node", "samples", "wall_seconds"):
+    for key in ("rank", "node", "wall_seconds"):
         if not is_number(worker.get(key)):
             return f"a worker has no {key}"
+    # A profiled script does not tell how many samples a worker processed.
+    if "samples" not in worker or not is_number(worker["samples"] or 0):
+        return "a worker has no samples"
     later = worker.get("after_first")
     if later is not None and not isinstance(later, dict):
         return "after_first of a worker is not an object"

@@ -165,18 +165,17 @@ def rank(verdict: Verdict, disturbed: Collection[str] = ()) -> None:
         verdict.explanation = explain(fastest.group, against.group)
 
 
-def _by_kind(groups: Sequence[RunGroup]) -> dict[tuple[str, str], list[RunGroup]]:
-    """Configurations with a finished run by model and data, across which times do not compare.
+def _by_kind(groups: Sequence[RunGroup]) -> dict[str, list[RunGroup]]:
+    """Configurations with a finished run by task, across which times do not compare.
 
     Times to the same target accuracy on the same data do, whatever the model.
     """
     finished = [group for group in groups if group.finished]
-    has_same_data = len({group.config.data for group in finished}) == 1
+    has_same_data = len({group.settings.data_or_task for group in finished}) == 1
     is_race = has_same_data and rank_groups(finished).name == TO_TARGET
-    kinds: dict[tuple[str, str], list[RunGroup]] = {}
+    kinds: dict[str, list[RunGroup]] = {}
     for group in finished:
-        model = "any" if is_race else group.config.model_text
-        kinds.setdefault((model, group.config.data), []).append(group)
+        kinds.setdefault("any" if is_race else group.settings.task, []).append(group)
     return kinds
 
 

@@ -8,13 +8,16 @@ together, each with its flag and the valid values.
 from paceline.config.conversion import Switch
 from paceline.config.parsing import from_mapping, from_record, non_default_values, to_argv
 from paceline.config.run_config import Every, RunConfig, Target, fields, key, type_of
+from paceline.config.run_settings import Kind, RunSettings
 from paceline.config.schema import GROUPS, Option, flag_of, option_of
 
 __all__ = [
     "GROUPS",
     "Every",
+    "Kind",
     "Option",
     "RunConfig",
+    "RunSettings",
     "Switch",
     "Target",
     "fields",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline.comm.communicator import format_ranks
-from paceline.config import RunConfig
+from paceline.config import RunConfig, RunSettings
 from paceline.emulation.state import cluster_record
 from paceline.errors import RunError, UsageError
 from paceline.launch.messages import MalformedError, clean
@@ -55,7 +55,7 @@ def finish_run(
         return RunOutcome(folder, None, 0)
     if sampler_warning and reports:
         reports[0].warnings.append(sampler_warning)
-    result = write_result(config, folder, reports, termination, **more)
+    result = write_result(RunSettings.of(config), folder, reports, termination, **more)
     return RunOutcome(folder, result, termination.exit_code if termination else 0)
 
 
@@ -67,7 +67,7 @@ def is_rejection(termination: Termination, reports: list[RankReport], is_new: bo
 
 
 def write_result(
-    config: RunConfig,
+    settings: RunSettings,
     folder: RunFolder,
     reports: list[RankReport],
     termination: Termination | None = None,
@@ -77,7 +77,7 @@ def write_result(
 
     `more` are keys that only some launchers add.
     """
-    result = {**assemble(config, folder, reports, termination), **more}
+    result = {**assemble(settings, folder, reports, termination), **more}
     try:
         folder.write_result(result)
     except RunError as error:
@@ -88,7 +88,7 @@ def write_result(
 
 
 def assemble(
-    config: RunConfig,
+    settings: RunSettings,
     folder: RunFolder,
     reports: list[RankReport],
     termination: Termination | None = None,
@@ -96,7 +96,7 @@ def assemble(
     first = reports[0] if reports else None
     termination = termination or first_cause(reports) or _missing_report(reports)
     training = training_interval(folder)
-    nodes = [_summarize_node(folder, node, training) for node in range(config.nnodes)]
+    nodes = [_summarize_node(folder, node, training) for node in range(settings.nnodes)]
     history = first.history if first else []
     last = history[-1] if history else {}
     cluster = cluster_record()
@@ -106,7 +106,7 @@ def assemble(
         "status": termination.status if termination else "finished",
         "cause": termination.cause if termination else None,
         "is_loss": bool(termination and termination.is_loss),
-        "config": config.to_dict(),
+        **settings.to_record(),
         "software": software(),
         "hardware": hardware(),
         "wall_seconds": max((report.worker["wall_seconds"] for report in reports), default=0.0),
@@ -133,7 +133,7 @@ def assemble(
         "warnings": [
             *(cluster["warnings"] if cluster else []),
             *dict.fromkeys(text for report in reports for text in report.warnings),
-            *_missing_records(config, reports, termination),
+            *_missing_records(settings, reports, termination),
         ],
     }
 
@@ -171,11 +171,11 @@ def first_cause(reports: list[RankReport]) -> Termination | None:
 
 
 def _missing_records(
-    config: RunConfig, reports: list[RankReport], termination: Termination | None
+    settings: RunSettings, reports: list[RankReport], termination: Termination | None
 ) -> list[str]:
     """A warning for a finished run whose records are incomplete; after a failure, none."""
     known = {report.worker["rank"] for report in reports}
-    missing = [rank for rank in range(config.workers) if rank not in known]
+    missing = [rank for rank in range(settings.workers) if rank not in known]
     if termination or not missing:
         return []
     return [f"no records from {format_ranks(missing)}: totals do not include them"]

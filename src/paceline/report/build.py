@@ -262,8 +262,9 @@ def _subtitle(collection: RunCollection) -> str:
     runs = collection.runs
     parts = [f"{len(runs):,} run{'s' * (len(runs) != 1)} in {_count(collection.groups)}"]
     for name, values in (
-        ("model", {run.config.model_text for run in runs}),
-        ("data", {run.config.data for run in runs}),
+        ("model", {text for run in runs if (text := run.settings.model_text)}),
+        ("data", {text for run in runs if (text := run.settings.data)}),
+        ("script", {text for run in runs if (text := run.settings.script)}),
     ):
         if 0 < len(values) <= 4:
             parts.append(f"{name} {', '.join(sorted(values))}")

@@ -11,7 +11,7 @@ from paceline.analysis import comparison
 from paceline.analysis.comparison import Comparison, FigureTable, StudyPair, mean, significance
 from paceline.analysis.phases import run_breakdown
 from paceline.analysis.run import Run
-from paceline.analysis.run_group import RunGroup, describe_workers, differing, value_text
+from paceline.analysis.run_group import RunGroup, describe_workers, differing, known_text
 from paceline.analysis.verdict import make_verdict
 from paceline.errors import RecordsError
 from paceline.records import PHASES, format_name
@@ -63,18 +63,20 @@ class PairRow:
 def setting_rows(groups: Sequence[RunGroup]) -> list[Row]:
     """The settings that differ."""
     rows = []
-    for name in differing([group.config for group in groups]):
-        texts = [value_text(getattr(group.config, name)) for group in groups]
+    for name in differing([group.settings for group in groups]):
+        texts = [known_text(group.settings, name) for group in groups]
         # A batch or a budget has two settings, of which one is always none.
         rows.append(Row(name.replace("_", " "), ["-" if one == "none" else one for one in texts]))
     formats = [_formats(group) for group in groups]
     if len({text for text in formats if text != "-"}) > 1:
         rows.append(Row("computed in", formats))
-    has_nodes = all(group.config.nnodes > 1 for group in groups)
-    if len({group.workers for group in groups}) > 1 and has_nodes:
-        rows.append(Row("workers", [describe_workers(group.config) for group in groups]))
+    has_nodes = all(group.settings.nnodes > 1 for group in groups)
+    has_kinds = len({group.settings.kind for group in groups}) > 1
+    if len({group.workers for group in groups}) > 1 and (has_nodes or has_kinds):
+        rows.append(Row("workers", [describe_workers(group.settings) for group in groups]))
     # Repeats of one configuration differ in their seeds, so these are compared as sets.
-    seeds = [sorted({run.config.seed for run in group.runs}) for group in groups]
+    seeds = [sorted({run.settings.config.seed for run in group.runs if run.settings.config})
+             for group in groups]  # fmt: skip
     if any(one != seeds[0] for one in seeds):
         rows.append(Row("seed", [", ".join(map(str, one)) or "-" for one in seeds]))
     return rows

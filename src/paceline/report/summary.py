@@ -13,9 +13,8 @@ from rich.table import Table
 from paceline import formatting
 from paceline.analysis.contention import MIN_CONTENTION_SHARE, other_processes_share
 from paceline.analysis.run import Run
-from paceline.config import from_record
 from paceline.measure.startup import NEGLIGIBLE_SECONDS
-from paceline.records import Result, RunFolder, cuda_graph_text, numerics_text
+from paceline.records import Result, RunFolder, cuda_graph_text, numerics_text, settings_of
 from paceline.terminal import open_console
 
 BAR_WIDTH = 24
@@ -34,7 +33,7 @@ def print_summary(folder: RunFolder, result: Result) -> None:
     facts.add_column(overflow="fold")
     rows = [("status", result["status"])]
     if result["workers"]:
-        run = Run(folder, from_record(result["config"]), result)
+        run = Run(folder, settings_of(result, folder.result_file), result)
         rows = summary_rows(result, None if run.is_synchronous else run.iteration_seconds)
         rows += _contention(run)
     for name, text in [*rows, *_restarts_and_warnings(result)]:
@@ -83,16 +82,17 @@ def summary_rows(result: Result, step_seconds: float | None) -> list[tuple[str, 
     """`step_seconds`: of an asynchronous run, as in a report."""
     final, checkpoints = result["final"], result["checkpoints"]
     rows = [("status", result["status"])]
-    if final["test_accuracy"] is not None or final["test_loss"] is not None:
+    test_accuracy, test_loss = final.get("test_accuracy"), final.get("test_loss")
+    if test_accuracy is not None or test_loss is not None:
         rows.append(
             (
                 "test set",
-                f"accuracy {formatting.number(final['test_accuracy'])}{views_text(result)},"
-                f" loss {formatting.number(final['test_loss'])}{_more_metrics(result)};"
-                f" training loss {formatting.number(final['train_loss'])}",
+                f"accuracy {formatting.number(test_accuracy)}{views_text(result)},"
+                f" loss {formatting.number(test_loss)}{_more_metrics(result)};"
+                f" training loss {formatting.number(final.get('train_loss'))}",
             )
         )
-    elif final["train_loss"] is not None:
+    elif final.get("train_loss") is not None:
         rows.append(("training", f"loss {formatting.number(final['train_loss'])}"))
     if result["seconds_to_target"] is not None:
         config = result["config"]
@@ -111,13 +111,11 @@ def summary_rows(result: Result, step_seconds: float | None) -> list[tuple[str, 
         rows.append(("start-up", startup_text(startup)))
     if len(result["workers"]) > 1:
         rows.append(("traffic", _traffic(result)))
-    rows += [
-        ("resources", _resources(result["nodes"], result["hardware"])),
-        (
-            "measuring",
-            f"{formatting.share(result['measurement_overhead']['fraction'])} of the time",
-        ),
-    ]
+    if result["nodes"]:
+        rows.append(("resources", _resources(result["nodes"], result["hardware"])))
+    overhead = result["measurement_overhead"].get("fraction")
+    if overhead is not None:
+        rows.append(("measuring", f"{formatting.share(overhead)} of the time"))
     if checkpoints.get("count"):
         blocked = formatting.seconds(checkpoints["blocked_seconds"])
         rows.append(
@@ -153,7 +151,7 @@ def _iteration_times(result: Result, step_seconds: float | None) -> str:
     timings = [worker["iteration_seconds"] for worker in result["workers"]]
 
     def mean(key: str) -> str:
-        known = [timing[key] for timing in timings if timing[key] is not None]
+        known = [timing[key] for timing in timings if timing.get(key) is not None]
         return formatting.seconds(sum(known) / len(known) if known else None)
 
     whose = f", averaged over {len(timings)} workers" if len(timings) > 1 else ""
@@ -173,9 +171,9 @@ def _resources(nodes: Sequence[Mapping[str, Any]], hardware: Mapping[str, Any]) 
     node = nodes[0]
     whose = f"; the first of {len(nodes)} machines" if len(nodes) > 1 else ""
     return (
-        f"CPU {_cores(node['cpu_percent_mean'], hardware.get('cores'))} mean, memory"
-        f" {formatting.size(node['rss_bytes_mean'])} mean,"
-        f" {formatting.size(node['rss_bytes_peak'])} peak{whose}"
+        f"CPU {_cores(node.get('cpu_percent_mean'), hardware.get('cores'))} mean, memory"
+        f" {formatting.size(node.get('rss_bytes_mean'))} mean,"
+        f" {formatting.size(node.get('rss_bytes_peak'))} peak{whose}"
     )
 
 

@@ -95,7 +95,7 @@ def _fastest(verdict: Verdict, ranking: Ranking) -> str:
 
 
 def _kind(group: RunGroup) -> str:
-    return f"{group.config.model_text} on {group.config.data}"
+    return group.settings.task
 
 
 def _nothing_ranked(groups: Sequence[RunGroup]) -> str:
@@ -517,12 +517,12 @@ def _about_targets(groups: Sequence[RunGroup]) -> Iterator[Finding]:
     """Configurations that finished without reaching their target."""
     missed = []
     for group in groups:
-        if not group.finished or group.config.target is None:
+        if not group.finished or group.settings.target is None:
             continue
         reached = sum(run.seconds_to_target is not None for run in group.finished)
         if reached < len(group.finished):
             part = f", reached by {reached} of {len(group.finished)} runs" if reached else ""
-            missed.append(f"{group.label} ({group.config.target.value:g}{part})")
+            missed.append(f"{group.label} ({group.settings.target.value:g}{part})")
     if missed:
         yield Finding("Target not reached", f"{listed(missed, MOST_LISTED)}.")
 

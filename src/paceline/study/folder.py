@@ -128,9 +128,17 @@ class StudyFolder:
         return RunFolder(self.cells / cell.run)
 
     def result(self, cell: Cell) -> Result | None:
-        """Return the result of a cell's run; None if it has not ended."""
+        """Return the result of a cell's run; None if it has not ended.
+
+        RecordsError if it is not a run of `paceline train`.
+        """
         folder = self.run_folder(cell)
-        return folder.read_result() if folder.config_file.is_file() else None
+        if not folder.config_file.is_file():
+            return None
+        result = folder.read_result()
+        if result is not None and result.get("kind", "train") != "train":
+            raise RecordsError(f"{folder.path} is not a run of `paceline train`")
+        return result
 
     def status(self, cell: Cell) -> str:
         """finished, diverged, failed, stopped, skipped, unfinished (running or killed), waiting."""

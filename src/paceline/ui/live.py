@@ -139,8 +139,11 @@ class _Worker:
 
 def _points(event: dict[str, Any]) -> list[Point]:
     """[iteration, loss, seconds] for each iteration of a block; empty if it is malformed."""
-    first, seconds, losses = (event.get(key) for key in ("first", "seconds", "loss"))
-    if not is_number(first) or not isinstance(seconds, list) or not isinstance(losses, list):
+    first, seconds = event.get("first"), event.get("seconds")
+    if not is_number(first) or not isinstance(seconds, list):
+        return []
+    losses = event.get("loss", [None] * len(seconds))
+    if not isinstance(losses, list):
         return []
     return [
         [first + index + 1, loss if is_number(loss) else None, spent]

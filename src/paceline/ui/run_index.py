@@ -214,15 +214,15 @@ def _links(folder: Path, endings: tuple[str, ...]) -> list[Path]:
 
 
 def _run_entry(folder: RunFolder, blank: Entry) -> Entry:
-    config, result = folder.read_config(), folder.read_result()
+    settings, result = folder.read_settings(), folder.read_result()
     entry = replace(
         blank,
-        model=config.model_text,
-        data=config.data,
-        strategy=config.strategy,
-        workers=config.workers,
+        model=settings.model_text or settings.script or "",
+        data=settings.data or "",
+        strategy=settings.strategy or "",
+        workers=settings.workers,
     )
-    run = Run(folder, config, result)
+    run = Run(folder, settings, result)
     if result is None and time() - entry.changed < SILENT_SECONDS:
         return replace(entry, status="running", **_progress(folder.events_file(0)))
     if result is None:

@@ -47,7 +47,6 @@ from starlette.routing import Route
 from paceline.analysis.collection import collect
 from paceline.analysis.comparison import read_comparison
 from paceline.analysis.run_group import describe_workers
-from paceline.config import RunConfig
 from paceline.errors import PacelineError, RecordsError, UsageError
 from paceline.records import RunFolder
 from paceline.report.build import to_document
@@ -140,17 +139,19 @@ async def _run_page(request: Request) -> Response:
 def _summary(path: Path) -> tuple[int | None, str]:
     """The number of iterations, if configured, and a summary of the configuration."""
     try:
-        config: RunConfig = RunFolder(path).read_config()
+        settings = RunFolder(path).read_settings()
     except RecordsError:
         return None, ""
+    batch_size = settings.global_batch_size
     items = [
-        f"{config.model_text} on {config.data}",
-        config.strategy,
-        describe_workers(config),
-        f"batch {config.global_batch_size}",
+        settings.task,
+        settings.strategy or "",
+        describe_workers(settings),
+        f"batch {batch_size}" if batch_size is not None else "",
     ]
     # Non-breaking spaces: lines break only between items.
-    return config.iterations, " · ".join(item.replace(" ", "\u00a0") for item in items)
+    facts = " · ".join(item.replace(" ", "\u00a0") for item in filter(None, items))
+    return settings.get("iterations"), facts
 
 
 async def _page_file(request: Request) -> Response:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline import __version__
-from paceline.config import RunConfig, cluster_spec
+from paceline.config import RunConfig, RunSettings, cluster_spec
 from paceline.emulation.state import cluster_record
 from paceline.errors import PacelineError, RecordsError, RunError, StoppedError, UsageError
 from paceline.launch.fork_server import ForkServer
@@ -241,7 +241,7 @@ def _result_of_failure(
         termination = Termination(str(error), error.exit_code, status)
         cluster = cluster_record(cluster_file) if cluster_file else None
         more = {"cluster": cluster} if cluster else {}
-        result = write_result(config, folder, reports, termination, **more)
+        result = write_result(RunSettings.of(config), folder, reports, termination, **more)
     elif not is_recorded:
         # The nodes know only its consequences.
         result |= {"status": "failed", "cause": str(error)}

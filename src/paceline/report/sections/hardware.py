@@ -232,10 +232,10 @@ def _node_sums(group: RunGroup, key: str) -> list[float]:
 def _node_series(context: SectionContext) -> Iterator[NodeSeries]:
     for group in context.plotted:
         run = next(iter(group.shown), None)
-        for node in range(run.config.nnodes) if run is not None else ():
+        for node in range(run.settings.nnodes) if run is not None else ():
             curves = node_curves(run, node) if run is not None else None
             if run is not None and curves is not None:
-                suffix = f", node {node}" if run.config.nnodes > 1 else ""
+                suffix = f", node {node}" if run.settings.nnodes > 1 else ""
                 yield NodeSeries(f"{group.label}{suffix}", curves, context.color_index(group))
 
 

@@ -121,7 +121,7 @@ def _curve_tabs(context: SectionContext, key: str, title: str) -> Iterator[tuple
 
 def _ordered_axes(context: SectionContext) -> list[str]:
     """Epochs first if batch sizes differ, since iterations are not comparable then."""
-    batches = {group.config.global_batch_size for group in context.plotted if group.runs}
+    batches = {group.batch_size for group in context.plotted if group.runs}
     return sorted(AXES, key=lambda axis: len(batches) > 1 and axis != "epoch")
 
 
@@ -194,8 +194,8 @@ def accuracy(context: SectionContext) -> Iterator[Block]:
 
 def _views_notes(groups: Sequence[RunGroup]) -> Iterator[str]:
     """State which configurations average predictions over several views of a test image."""
-    for views in sorted({group.config.eval_views for group in groups} - {1}):
-        labels = [group.label for group in groups if group.config.eval_views == views]
+    for views in sorted({group.settings.get("eval_views") or 1 for group in groups} - {1}):
+        labels = [group.label for group in groups if group.settings.get("eval_views") == views]
         names = "" if len(labels) == len(groups) else f" of {listed(labels, most=4)}"
         yield f"Predictions{names} are averaged over {views} views of each test image."
 
@@ -293,7 +293,7 @@ class _Epoch(NamedTuple):
 
 @section("order", "Sampling order")
 def order(context: SectionContext) -> Iterator[Block]:
-    if all(group.config.reshuffle for group in context.finished):
+    if all(group.settings.get("reshuffle") is not False for group in context.finished):
         return
     orders = [one for group in context.finished if (one := sampling_order(group)) is not None]
     if not orders:

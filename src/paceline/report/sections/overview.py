@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from paceline import formatting
 from paceline.analysis.run import Run
-from paceline.analysis.run_group import NOT_RUN, RunGroup, differing, value_text
-from paceline.config import RunConfig, non_default_values, to_argv
+from paceline.analysis.run_group import NOT_RUN, RunGroup, differing, known_text
+from paceline.config import RunConfig, RunSettings, non_default_values, to_argv
 from paceline.records import cuda_graph_text, numerics_text
 from paceline.report.document import Block, BulletList, Code, Details, Table, Text
 from paceline.report.sections.common import (
@@ -139,7 +139,7 @@ def _repeats(groups: Sequence[RunGroup]) -> Iterator[Block]:
         for number, run in enumerate(group.runs, 1)
     ]
     target: list[Column[_Repeat]] = []
-    if any(group.config.target is not None for group in repeated):
+    if any(group.settings.target is not None for group in repeated):
         target.append(
             Column("time to target", lambda row: row.run.seconds_to_target, formatting.seconds)
         )
@@ -149,7 +149,7 @@ def _repeats(groups: Sequence[RunGroup]) -> Iterator[Block]:
             Column("configuration", lambda row: row.label),
             Column("repeat", lambda row: row.number),
             Column("status", lambda row: row.run.status),
-            Column("seed", lambda row: row.run.config.seed),
+            Column("seed", lambda row: row.run.settings.get("seed")),
             Column("iterations", lambda row: row.run.iterations, formatting.count),
             Column("wall time", lambda row: row.run.wall_seconds, formatting.seconds),
             Column("time per iteration", lambda row: row.run.iteration_seconds, formatting.seconds),
@@ -171,7 +171,7 @@ def configuration(context: SectionContext) -> Iterator[Block]:
     groups = [group for group in context.groups if group.runs]
     if not groups:
         return
-    names = differing([group.config for group in groups])
+    names = differing([group.settings for group in groups])
     if names:
         yield Text("Settings that differ:")
         yield table(
@@ -185,15 +185,18 @@ def configuration(context: SectionContext) -> Iterator[Block]:
     yield from _machines(runs)
     commands: list[Block] = []
     for group in groups:
-        seeds = sorted({run.config.seed for run in group.runs})
+        seeds = sorted({run.settings.config.seed for run in group.runs if run.settings.config})
         repeats = f" (seeds {', '.join(map(str, seeds))})" if len(seeds) > 1 else ""
-        where = where_to_type(group.config)
-        commands += [Text(f"{group.label}{repeats}{where}"), Code(command(group.config))]
-    yield Text("To rerun a configuration:")
-    if len(groups) <= MAX_COMMANDS:
+        config = group.settings.config
+        where = "" if config is None else where_to_type(config)
+        if text := command(group.settings):
+            commands += [Text(f"{group.label}{repeats}{where}"), Code(text)]
+    if commands:
+        yield Text("To rerun a configuration:")
+    if len(commands) <= 2 * MAX_COMMANDS:
         yield from commands
     else:
-        yield Details(f"{len(groups):,} commands", commands)
+        yield Details(f"{len(commands) // 2:,} commands", commands)
     overheads = [run.result["measurement_overhead"].get("fraction") for run in runs if run.result]
     shares = [value for value in overheads if isinstance(value, float)]
     if shares:
@@ -219,12 +222,16 @@ def _numerics(groups: Sequence[RunGroup]) -> Iterator[Block]:
 
 
 def _setting_column(name: str) -> Column[RunGroup]:
-    return Column(name.replace("_", "-"), lambda group: value_text(getattr(group.config, name)))
+    return Column(name.replace("_", "-"), lambda group: known_text(group.settings, name))
 
 
-def command(config: RunConfig) -> str:
-    """The command that repeats a run."""
-    values = non_default_values(config)
+def command(settings: RunSettings) -> str:
+    """The command that repeats a run; empty if it is not known, as for a user's own loop."""
+    if settings.kind == "profile" and settings.get("command"):
+        return shlex.join(["paceline", "profile", "--", *map(str, settings.get("command"))])
+    if settings.config is None:
+        return ""
+    values = non_default_values(settings.config)
     kept = {name: value for name, value in values.items() if name not in NOT_REPEATED}
     return shlex.join(["paceline", "train", *to_argv(kept)])
 

@@ -31,7 +31,7 @@ from paceline.analysis.ranks import (
     rank_times,
 )
 from paceline.analysis.repeats import outlier_limit, step_time_curve, summarize_step_times
-from paceline.analysis.run_group import RunGroup
+from paceline.analysis.run_group import RunGroup, scales_to_samples
 from paceline.analysis.trace import TracedStep, TraceSpan, traced_steps
 from paceline.measure.startup import NEGLIGIBLE_SECONDS, STARTUP_PARTS
 from paceline.report.charts.bars import Bar, BarChart, Part, draw_bars
@@ -189,12 +189,15 @@ def phases_answer(splits: Sequence[GroupPhases]) -> str:
     """How an iteration of the fastest and the slowest divides, and who overlaps most."""
     several = [one for one in splits if one.group.workers > 1] or splits
     # Iterations of different batch sizes are different amounts of work.
-    ranked = sorted(several, key=lambda one: one.split.total / one.group.config.global_batch_size)
+    sizes = {one.group.batch_size for one in several}
+    has_sizes = None not in sizes
+    ranked = sorted(
+        several, key=lambda one: one.split.total / (one.group.batch_size or 1 if has_sizes else 1)
+    )
     if len(ranked) == 1:
         return f"An iteration of {ranked[0].group.label} is {_division(ranked[0].split)}."
     fastest, slowest = ranked[0], ranked[-1]
-    sizes = {one.group.config.global_batch_size for one in several}
-    unit = " per sample" if len(sizes) > 1 else ""
+    unit = " per sample" if has_sizes and len(sizes) > 1 else ""
     text = (
         f"An iteration is {_division(fastest.split)} with {fastest.group.label} (the"
         f" fastest{unit}); {_division(slowest.split)} with {slowest.group.label} (the"
@@ -361,11 +364,11 @@ def _explanations(context: SectionContext) -> Iterator[Block]:
     if len(ranking) < 2:
         return
     # One unit for the whole column.
-    batches = {group.config.global_batch_size for group in ranking[: MAX_EXPLAINED + 1]}
+    by_samples = scales_to_samples(ranking[: MAX_EXPLAINED + 1]) is not None
     found = [
         one
         for other in ranking[1 : MAX_EXPLAINED + 1]
-        if (one := explain(ranking[0], other, by_samples=len(batches) > 1)) is not None
+        if (one := explain(ranking[0], other, by_samples=by_samples)) is not None
     ]
     if not found:
         return
@@ -446,7 +449,7 @@ def _rank_table(rows: Sequence[RankRow]) -> Table:
 
 
 def _rank_label(row: RankRow) -> str:
-    node = f", node {row.work.node}" if row.group.config.nnodes > 1 else ""
+    node = f", node {row.work.node}" if row.group.settings.nnodes > 1 else ""
     return f"{row.group.label}: rank {row.work.rank}{node}"
 
 
