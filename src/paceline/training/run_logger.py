@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from collections import deque
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from paceline.errors import DivergedError
+from paceline.measure.loss_block import LossBlock
 from paceline.measure.phase_clock import PhaseClock
 from paceline.measure.tensorboard import TensorBoardWriter
 from paceline.records import EventWriter
@@ -27,29 +27,13 @@ LOSSES_IN_MEAN = 100
 """`final.train_loss` is the mean over this many of the last iterations."""
 
 
-class _Block:
-    """Steps that are written together, as soon as the GPU has computed them."""
+class _Block(NamedTuple):
+    """Steps that are written together."""
 
-    def __init__(self, first: int, losses: list[Tensor], samples: int, rate: float) -> None:
-        self.first, self.samples, self.rate = first, samples, rate
-        self._losses = torch.stack(losses)
-        self._copied: torch.cuda.Event | None = None
-        if self._losses.is_cuda:
-            # A copy to pinned memory, unlike others, does not wait for the GPU.
-            pinned = torch.empty(self._losses.shape, dtype=self._losses.dtype, pin_memory=True)
-            self._losses = pinned.copy_(self._losses, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
-
-    def is_ready(self) -> bool:
-        return self._copied is None or self._copied.query()
-
-    def losses(self) -> list[float]:
-        """Wait for the GPU if necessary."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        values: list[float] = self._losses.tolist()
-        return values
+    first: int
+    losses: LossBlock
+    samples: int
+    rate: float
 
 
 class RunLogger:
@@ -101,11 +85,11 @@ class RunLogger:
         self._samples += samples
         self._rate = rate
         if self._block is not None:
-            if self._block.is_ready():
+            if self._block.losses.is_ready():
                 self._write(self._block)
         elif now - self._written >= BLOCK_SECONDS:
             self._block = self._close_block()
-            if self._block.is_ready():
+            if self._block.losses.is_ready():
                 self._write(self._block)
 
     def flush(self) -> None:
@@ -116,14 +100,14 @@ class RunLogger:
             self._write(self._close_block())
 
     def _close_block(self) -> _Block:
-        block = _Block(self._first, self._losses, self._samples, self._rate)
+        block = _Block(self._first, LossBlock(self._losses), self._samples, self._rate)
         self._losses, self._samples = [], 0
         return block
 
     def _write(self, block: _Block) -> None:
         self._block = None
         # Waiting for the losses of a GPU is computation, not overhead of logging.
-        losses = block.losses()
+        losses = block.losses.values()
         begin = perf_counter()
         self._clock.settle_ready()
         seconds = self._clock.take_step_seconds(len(losses))
