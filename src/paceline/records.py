@@ -34,9 +34,10 @@ import os
 import re
 import shutil
 import stat
+import statistics
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -434,6 +435,19 @@ def read_iteration_seconds(path: Path, until: int, since: int = 0) -> list[float
             numbers += range(event["first"], event["first"] + len(event["seconds"]))
             seconds += event["seconds"]
     return seconds[bisect_left(numbers, since) : bisect_left(numbers, until)]
+
+
+def summarize_iterations(seconds: Sequence[float]) -> dict[str, float | None]:
+    """Return the first duration, and mean, median and 95th percentile of the others."""
+    if not seconds:
+        return dict.fromkeys(("first", "mean", "median", "p95"))
+    rest = sorted(seconds[1:]) or [seconds[0]]
+    return {
+        "first": seconds[0],
+        "mean": statistics.fmean(rest),
+        "median": statistics.median(rest),
+        "p95": rest[min(len(rest) - 1, round(0.95 * (len(rest) - 1)))],
+    }
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -6,14 +6,20 @@ import re
 import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TextIO
 
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook
 from rich.segment import Segment
 
 
-def open_console(width: int | None = None, max_columns: int | None = None) -> Console:
-    """Open a console of `width` columns (default: the terminal's), but at most `max_columns`."""
-    console = Console(highlight=False, markup=False, width=width)
+def open_console(
+    width: int | None = None, max_columns: int | None = None, file: TextIO | None = None
+) -> Console:
+    """Open a console of `width` columns (default: the terminal's), but at most `max_columns`.
+
+    It prints to `file`, by default to standard output.
+    """
+    console = Console(highlight=False, markup=False, width=width, file=file)
     if max_columns is not None:
         console.width = min(console.width, max_columns)
     console.push_render_hook(_TrimHook())

@@ -6,7 +6,7 @@ Every run ends with it, so it imports nothing of pages and comparisons.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any, TextIO, TypeGuard
 
 from rich.table import Table
 
@@ -22,8 +22,9 @@ WORKERS_SHOWN = 4
 """As many as fit 80 columns."""
 
 
-def print_summary(folder: RunFolder, result: Result) -> None:
-    console = open_console()
+def print_summary(folder: RunFolder, result: Result, file: TextIO | None = None) -> None:
+    """Print to `file`, by default to standard output."""
+    console = open_console(file=file)
     console.print()
     if result["workers"]:
         console.print(phase_table(result))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import statistics
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,12 @@ from torch import Tensor
 from paceline.comm.rank_info import RankInfo
 from paceline.errors import DivergedError, PacelineError, StoppedError, error_line
 from paceline.measure.phase_clock import PhaseClock
-from paceline.records import RunFolder, read_iteration_seconds, read_lines
+from paceline.records import (
+    RunFolder,
+    read_iteration_seconds,
+    read_lines,
+    summarize_iterations,
+)
 from paceline.strategies.replica import Replica
 from paceline.strategies.strategy import Strategy
 from paceline.training.checkpoint import CheckpointStore
@@ -142,19 +146,6 @@ class RankReport:
     warnings: list[str]
     samples_before: int = 0
     """Of all ranks, when the number of ranks last changed."""
-
-
-def summarize_iterations(seconds: Sequence[float]) -> dict[str, float | None]:
-    """Return the first duration, and mean, median and 95th percentile of the others."""
-    if not seconds:
-        return dict.fromkeys(("first", "mean", "median", "p95"))
-    rest = sorted(seconds[1:]) or [seconds[0]]
-    return {
-        "first": seconds[0],
-        "mean": statistics.fmean(rest),
-        "median": statistics.median(rest),
-        "p95": rest[min(len(rest) - 1, round(0.95 * (len(rest) - 1)))],
-    }
 
 
 def account_of(
