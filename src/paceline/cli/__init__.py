@@ -33,6 +33,7 @@ from paceline.errors import (
 COMMANDS = {
     "demo": "demo",
     "train": "train",
+    "profile": "profile",
     "generate": "generate",
     "slurm": "slurm",
     "study": "study",

@@ -1,0 +1,44 @@
+"""`paceline profile`: measure a training script."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from paceline.errors import UsageError
+
+SUMMARY = "measure an unchanged training script"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "paceline profile [--out DIR] [--name NAME] [--quiet] -- COMMAND"
+    parser.add_argument("--out", default="runs", metavar="DIR", help="folder of all runs")
+    parser.add_argument("--name", metavar="NAME", help="name of the run's folder")
+    parser.add_argument("--quiet", action="store_true", help="print no summary at the end")
+    parser.add_argument(
+        "command",
+        nargs=argparse.REMAINDER,
+        metavar="COMMAND",
+        help="a command that trains with PyTorch, such as `torchrun train.py`",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    command = arguments.command[arguments.command[:1] == ["--"] :]
+    if not command:
+        raise UsageError(
+            "paceline profile needs a COMMAND: such as"
+            " `paceline profile -- torchrun --nproc-per-node 2 train.py`"
+        )
+    from paceline.profiler.command import profile
+
+    outcome = profile(command, Path(arguments.out), arguments.name)
+    if not arguments.quiet:
+        from paceline.report.build import write_report
+        from paceline.report.summary import print_summary
+
+        print_summary(outcome.folder, outcome.result, sys.stderr)
+        page = write_report(outcome.folder.path).page
+        sys.stderr.write(f"report      {page}\n")
+    return outcome.exit_code

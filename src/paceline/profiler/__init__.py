@@ -1,0 +1,36 @@
+"""Measures a training script that knows nothing of paceline.
+
+PyTorch calls `attach` at the end of `import torch` (entry point in pyproject.toml). Without the
+environment variable that `paceline profile` sets, it returns at once.
+
+Modules in reading order:
+
+- `command`: runs the command and signals it, samples its resources
+- `session`: the profiler of one process, from `import torch` to its end
+- `hooks`: where torch calls the profiler
+- `step_tracker`: which phase the program is in, and where its steps end
+- `rank_log`: the event file of one rank
+- `collection`: result.json from the event files of all ranks
+"""
+
+from __future__ import annotations
+
+import os
+
+__all__ = ["FOLDER_VARIABLE", "STEPS_VARIABLE", "WARNINGS_FILE", "attach"]
+
+FOLDER_VARIABLE = "PACELINE_PROFILE"
+"""Environment variable with the run folder of the profile."""
+STEPS_VARIABLE = "PACELINE_PROFILE_STEPS"
+"""Environment variable with the steps to measure, such as 20:120; all if it is not set."""
+WARNINGS_FILE = "profiler-warnings.jsonl"
+"""Warnings of processes, until they are part of the result."""
+
+
+def attach() -> None:
+    """Start measuring this process if `paceline profile` started it."""
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if folder:
+        from paceline.profiler.session import start
+
+        start(folder, os.environ.get(STEPS_VARIABLE, ""))

@@ -1,0 +1,206 @@
+"""The end of a profile: result.json from the event files of all ranks.
+
+Everything is read from files, because a process that was killed leaves nothing else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.config import RunSettings
+from paceline.measure.machine import cores_usable, hardware, software
+from paceline.measure.resources import summarize
+from paceline.profiler import WARNINGS_FILE
+from paceline.records import (
+    BETWEEN_ITERATIONS,
+    PHASES,
+    SCHEMA,
+    TRAFFIC_KINDS,
+    Result,
+    RunFolder,
+    read_lines,
+    summarize_iterations,
+)
+
+LOSSES_IN_MEAN = 100
+"""`final.train_loss` is the mean over this many of the last steps, as in `paceline train`."""
+
+
+@dataclass(slots=True)
+class RankRecord:
+    """What one rank wrote since it last started."""
+
+    start: Mapping[str, Any]
+    blocks: list[Mapping[str, Any]] = field(default_factory=list)
+    """Events of steps, in order."""
+    events: list[Mapping[str, Any]] = field(default_factory=list)
+    """All other events."""
+
+    @property
+    def rank(self) -> int:
+        return int(self.start["rank"])
+
+    @property
+    def last(self) -> Mapping[str, Any]:
+        """The block with the totals."""
+        return self.blocks[-1]
+
+    @property
+    def step_seconds(self) -> list[float]:
+        return [seconds for block in self.blocks for seconds in block["seconds"]]
+
+    @property
+    def losses(self) -> list[float]:
+        return [loss for block in self.blocks for loss in block["loss"] if loss is not None]
+
+    @property
+    def wall_seconds(self) -> float:
+        return float(sum(self.last["phases"].values()))
+
+    def account(self) -> dict[str, Any]:
+        """The entry of the rank in `workers` of result.json."""
+        seconds, phases = self.step_seconds, dict(self.last["phases"])
+        before = self.blocks[0]["after_first"]
+        hidden = 0.0 if self.start["workers"] == 1 else None
+        return {
+            "rank": self.rank,
+            "node": int(self.start["node"]),
+            "samples": int(self.last["samples"]),
+            "wall_seconds": self.wall_seconds,
+            "iteration_seconds": summarize_iterations(seconds),
+            "phases": phases,
+            "hidden_exchange_seconds": hidden,
+            "after_first": {
+                "iterations": len(seconds) - 1,
+                "phases": {
+                    name: phases[name] - before[name]
+                    for name in PHASES
+                    if name not in BETWEEN_ITERATIONS
+                },
+                "hidden_exchange_seconds": hidden,
+            },
+            "traffic": {
+                kind: {"bytes_sent": 0, "bytes_received": 0, "messages": 0, "seconds": 0.0}
+                for kind in TRAFFIC_KINDS
+            },
+        }
+
+
+def read_ranks(folder: RunFolder) -> list[RankRecord]:
+    """The records of all ranks that took a step, in order."""
+    files = folder.path.glob("events-*.jsonl")
+    numbered = [file for file in files if re.fullmatch(r"events-\d+\.jsonl", file.name)]
+    records = map(_read_rank, numbered)
+    return sorted(filter(None, records), key=lambda record: record.rank)
+
+
+def _read_rank(file: Path) -> RankRecord | None:
+    record: RankRecord | None = None
+    for event in read_lines(file):
+        if event.get("event") == "start":
+            record = RankRecord(event)
+        elif record is not None:
+            is_block = event.get("event") == "iterations"
+            (record.blocks if is_block else record.events).append(event)
+    return record if record is not None and record.blocks else None
+
+
+def write_result(
+    folder: RunFolder,
+    settings: RunSettings,
+    status: str,
+    cause: str | None,
+    warnings: Iterable[str] = (),
+) -> Result:
+    """Write result.json and return its contents."""
+    ranks = read_ranks(folder)
+    result = assemble(folder, settings, ranks, status, cause)
+    result["warnings"] = [*warnings, *_warnings(folder, ranks)]
+    folder.write_result(result)
+    (folder.path / WARNINGS_FILE).unlink(missing_ok=True)
+    return result
+
+
+def assemble(
+    folder: RunFolder,
+    settings: RunSettings,
+    ranks: Sequence[RankRecord],
+    status: str,
+    cause: str | None,
+) -> Result:
+    first = ranks[0] if ranks else None
+    world_size = first.start["workers"] if first else 0
+    nodes = [summarize(folder.resources_file(0), 0, _training_interval(first))]
+    settings = RunSettings("profile", {**settings.values, "world_size": max(1, world_size)})
+    workers = [rank.account() for rank in ranks]
+    return {
+        "schema": SCHEMA,
+        "id": folder.id,
+        "status": status,
+        "cause": cause,
+        **settings.to_record(),
+        "software": software(),
+        "hardware": hardware(),
+        "wall_seconds": max((worker["wall_seconds"] for worker in workers), default=0.0),
+        "iterations": len(first.step_seconds) if first else 0,
+        "samples": sum(worker["samples"] for worker in workers),
+        "weights_sha256": None,
+        "final": {"train_loss": _train_loss(ranks), "test_loss": None, "test_accuracy": None},
+        "metrics": {},
+        "seconds_to_target": None,
+        "history": [],
+        "workers": workers,
+        "nodes": nodes,
+        "checkpoints": {
+            "count": first.last["checkpoints"] if first else 0,
+            "bytes": 0,
+            "blocked_seconds": first.last["phases"]["checkpoint"] if first else 0.0,
+        },
+        "measurement_overhead": _overhead(ranks, nodes[0]),
+    }
+
+
+def _training_interval(first: RankRecord | None) -> tuple[float, float] | None:
+    if first is None or len(first.blocks) < 2:
+        return None
+    return first.blocks[0]["time"], first.last["time"]
+
+
+def _train_loss(ranks: Iterable[RankRecord]) -> float | None:
+    """The mean over all ranks of their last losses."""
+    losses = [loss for rank in ranks for loss in rank.losses[-LOSSES_IN_MEAN:]]
+    return sum(losses) / len(losses) if losses else None
+
+
+def _overhead(ranks: Iterable[RankRecord], node: Mapping[str, Any]) -> dict[str, float]:
+    """The fraction of the time spent on measuring: in the script, and by the sampler."""
+    in_loop = max(
+        (rank.last["measuring_seconds"] / rank.wall_seconds for rank in ranks), default=0.0
+    )
+    sampler = (node["sampler_cpu_percent"] or 0.0) / 100 / cores_usable()
+    return {"fraction": in_loop + sampler, "in_loop": in_loop, "sampler": sampler}
+
+
+def _warnings(folder: RunFolder, ranks: Sequence[RankRecord]) -> list[str]:
+    """What the ranks reported, each once, and ranks without records."""
+    events = [event for rank in ranks for event in rank.events if event["event"] == "warning"]
+    events += read_lines(folder.path / WARNINGS_FILE)
+    texts = list(dict.fromkeys(str(event["text"]) for event in events))
+    if not ranks:
+        texts.append(
+            "no training step was measured: the command must train with an optimizer of torch,"
+            " in a Python environment that has paceline installed"
+        )
+    known = {rank.rank for rank in ranks}
+    world_size = ranks[0].start["workers"] if ranks else 0
+    missing = [rank for rank in range(world_size) if rank not in known]
+    if missing:
+        # Imports torch, which takes seconds.
+        from paceline.comm.communicator import format_ranks
+
+        texts.append(f"no records from {format_ranks(missing)}: totals do not include them")
+    return texts

@@ -1,0 +1,145 @@
+"""Where torch calls the profiler: replaced functions and methods, and optimizer hooks.
+
+A replaced function calls the original with the arguments it got. Models and optimizers are not
+changed, so what a script saves is what it saves without the profiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils.data.dataloader as dataloader
+from torch import nn
+from torch.amp import grad_scaler
+from torch.compiler import is_dynamo_compiling
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from paceline.profiler.step_tracker import StepTracker
+
+NO_MODEL = frozenset(("other", "update", "evaluate"))
+"""Phases in which the call of a module may begin another phase."""
+
+Guard = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Makes a function that never raises: after an exception, the profiler stops."""
+
+
+class Hooks:
+    """Calls a tracker from torch until `remove`."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+
+    def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        """Replace an attribute by `make(original)`."""
+        is_own = name in vars(owner)
+        original = getattr(owner, name)
+        setattr(owner, name, make(original))
+        # An inherited method is found again without the replacement.
+        self._undo.append(
+            (lambda: setattr(owner, name, original)) if is_own else (lambda: delattr(owner, name))
+        )
+
+    def remove(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    def install(self, tracker: StepTracker, guard: Guard) -> None:
+        self._hook_models(tracker, guard(tracker.call_model))
+        self._hook_backward(guard(tracker.begin_backward), guard(tracker.end_backward))
+        self._hook_input(guard(tracker.begin_input), guard(tracker.end_input))
+        self._hook_optimizers(guard(tracker.begin_update), guard(tracker.end_update))
+        self._hook_grad_scaler(tracker, guard(tracker.skip_update))
+        self._hook_checkpoints(guard(tracker.begin_checkpoint), guard(tracker.end_checkpoint))
+
+    def _hook_models(self, tracker: StepTracker, call_model: Callable[..., Any]) -> None:
+        def make(original: Any) -> Any:
+            def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+                # Compiled code must not depend on the phase.
+                if not is_dynamo_compiling() and tracker.clock.phase in NO_MODEL:
+                    call_model(self)
+                return original(self, *args, **kwargs)
+
+            # torch.compile treats this frame like the one that it replaces.
+            call.__code__ = call.__code__.replace(co_filename=original.__code__.co_filename)
+            return call
+
+        self.replace(nn.Module, "__call__", make)
+
+    def _hook_backward(self, begin: Callable[..., Any], end: Callable[..., Any]) -> None:
+        def make(original: Any) -> Any:
+            def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+                phase = begin(outputs, kwargs.get("accumulate_grad", False))
+                if phase is None:
+                    return original(outputs, *args, **kwargs)
+                try:
+                    return original(outputs, *args, **kwargs)
+                finally:
+                    end(phase)
+
+            return run_backward
+
+        # Both torch.autograd.backward and torch.autograd.grad call it.
+        self.replace(torch.autograd, "_engine_run_backward", make)
+
+    def _hook_input(self, begin: Callable[..., Any], end: Callable[..., Any]) -> None:
+        def make(original: Any) -> Any:
+            def measured(self: Any) -> Any:
+                if not begin(self):
+                    return original(self)
+                batch = None
+                try:
+                    batch = original(self)
+                    return batch
+                finally:
+                    end(self, batch)
+
+            return measured
+
+        # Creating an iterator starts the worker processes of the DataLoader.
+        self.replace(dataloader.DataLoader, "__iter__", make)
+        self.replace(dataloader._BaseDataLoaderIter, "__next__", make)
+
+    def _hook_optimizers(self, begin: Callable[..., Any], end: Callable[..., Any]) -> None:
+        def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            begin(optimizer)
+
+        def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            end(optimizer)
+
+        self._undo.append(register_optimizer_step_pre_hook(before).remove)
+        self._undo.append(register_optimizer_step_post_hook(after).remove)
+
+    def _hook_grad_scaler(self, tracker: StepTracker, skip: Callable[..., Any]) -> None:
+        def make(original: Any) -> Any:
+            def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+                before = tracker.updates
+                result = original(self, optimizer, *args, **kwargs)
+                if tracker.updates == before:
+                    skip(optimizer)
+                return result
+
+            return step
+
+        self.replace(grad_scaler.GradScaler, "step", make)
+
+    def _hook_checkpoints(self, begin: Callable[..., Any], end: Callable[..., Any]) -> None:
+        def make(original: Any) -> Any:
+            def save(*args: Any, **kwargs: Any) -> Any:
+                phase = begin()
+                if phase is None:
+                    return original(*args, **kwargs)
+                try:
+                    return original(*args, **kwargs)
+                finally:
+                    end(phase)
+
+            return save
+
+        self.replace(torch, "save", make)
+        self.replace(torch.serialization, "save", make)

@@ -1,0 +1,185 @@
+"""What one rank measured, appended to its event file in blocks.
+
+The totals in each block are those since the start, so a reader needs only the last block of a
+process that was killed. The first block is written after the second step, with the totals at the
+end of the first: steps after the first are what reports compare.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from time import perf_counter
+from typing import Any
+
+import torch.distributed
+from torch import Tensor
+
+from paceline.comm.rank_info import SINGLE_PROCESS, RankInfo
+from paceline.launch import environment
+from paceline.measure.loss_block import LossBlock
+from paceline.profiler.step_tracker import StepTracker
+from paceline.records import EventWriter, RunFolder
+
+BLOCK_SECONDS = 0.5
+"""Interval between blocks, as in `paceline train`."""
+
+Source = Callable[[], Iterable[tuple[str, dict[str, Any]]]]
+"""Returns events with their values that are due with a block."""
+
+
+class RankLog:
+    """Writes nothing before the first step: most processes that import torch never take one."""
+
+    def __init__(self, folder: RunFolder, sources: Iterable[Source] = ()) -> None:
+        self.folder = folder
+        self.sources = list(sources)
+        self.seconds_spent = 0.0
+        self._events: EventWriter | None = None
+        self._lock: int | None = None
+        self._is_refused = False
+        """Whether another process of the same rank writes the file."""
+        self._losses: list[Tensor | None] = []
+        self._first = 0
+        self._block: LossBlock | None = None
+        self._has_loss: list[bool] = []
+        """Of the steps of the block."""
+        self._after_first: dict[str, float] = {}
+        self._written = 0.0
+        self._change_seconds = 0.0
+        """Cost of one phase change."""
+
+    def step(self, tracker: StepTracker) -> None:
+        """Add the step that ended just now."""
+        if self._is_refused:
+            return
+        if tracker.steps == 1:
+            # With several optimizers, the first step may end more than once.
+            self._losses = [tracker.loss]
+            self._after_first = dict(tracker.clock.seconds)
+            return
+        self._losses.append(tracker.loss)
+        tracker.loss = None
+        if self._block is not None:
+            if self._block.is_ready():
+                self._write(tracker)
+        elif perf_counter() - self._written >= BLOCK_SECONDS:
+            block = self._close_block()
+            if block.is_ready():
+                self._write(tracker)
+
+    def warn(self, text: str) -> None:
+        if self._events is not None:
+            self._events.write("warning", text=text)
+
+    def close(self, tracker: StepTracker) -> None:
+        """Write what is left."""
+        if self._is_refused or not (self._losses or self._events):
+            return
+        tracker.clock.enter(tracker.clock.phase)
+        if self._block is not None:
+            self._write(tracker)
+        # Without new steps, too: the totals have changed.
+        self._close_block()
+        self._write(tracker)
+        self._close_files()
+
+    def _close_files(self) -> None:
+        if self._events is not None:
+            self._events.close()
+        if self._lock is not None:
+            os.close(self._lock)
+        self._events = self._lock = None
+
+    def _close_block(self) -> LossBlock:
+        self._block = LossBlock([loss for loss in self._losses if loss is not None])
+        self._has_loss = [loss is not None for loss in self._losses]
+        self._losses = []
+        return self._block
+
+    def _write(self, tracker: StepTracker) -> None:
+        assert self._block is not None
+        began = perf_counter()
+        clock = tracker.clock
+        known, self._block = iter(self._block.values()), None
+        losses = [next(known) if has_loss else None for has_loss in self._has_loss]
+        if self._events is None and not self._open(tracker):
+            return
+        clock.settle_ready()
+        seconds = self._step_seconds(tracker, len(losses))
+        values: dict[str, Any] = {}
+        if not self._first:
+            values["after_first"] = _rounded(self._after_first)
+        assert self._events is not None
+        for source in self.sources:
+            for event, of_event in source():
+                self._events.write(event, **of_event)
+        self._events.write(
+            "iterations",
+            first=self._first,
+            seconds=[round(value, 7) for value in seconds],
+            loss=[_finite_or_none(value) for value in losses],
+            learning_rate=tracker.learning_rate,
+            samples=tracker.samples,
+            checkpoints=tracker.checkpoints,
+            phases=_rounded(clock.known_seconds),
+            measuring_seconds=round(self.seconds_spent + clock.switches * self._change_seconds, 6),
+            **values,
+        )
+        self._first += len(losses)
+        self._written = perf_counter()
+        self.seconds_spent += self._written - began
+
+    def _step_seconds(self, tracker: StepTracker, steps: int) -> list[float]:
+        if self._first or not steps:
+            return tracker.clock.take_step_seconds(steps)
+        first = sum(tracker.clock.take_step_seconds(tracker.parts_of_first))
+        return [first, *tracker.clock.take_step_seconds(steps - 1)]
+
+    def _open(self, tracker: StepTracker) -> bool:
+        """Open the file; returns whether no other process writes it."""
+        rank = find_rank()
+        path = self.folder.events_file(rank.rank)
+        self._lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._is_refused = True
+            self._close_files()
+            return False
+        self._events = EventWriter(path)
+        self._change_seconds = tracker.clock.measuring_seconds() / tracker.clock.switches
+        self._events.write(
+            "start",
+            iteration=0,
+            resumed=False,
+            workers=rank.world_size,
+            rank=rank.rank,
+            node=rank.node_rank,
+            process=os.getpid(),
+            host=socket.gethostname(),
+            perf_counter_offset=time.time() - perf_counter(),
+        )
+        return True
+
+
+def find_rank() -> RankInfo:
+    """The rank in the default process group; without one, the rank that the launcher assigned."""
+    known = environment.detect() or SINGLE_PROCESS
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        known = replace(known, rank=rank, world_size=world_size)
+    return known
+
+
+def _rounded(seconds: dict[str, float]) -> dict[str, float]:
+    return {name: round(spent, 6) for name, spent in seconds.items()}
+
+
+def _finite_or_none(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

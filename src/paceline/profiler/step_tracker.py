@@ -1,0 +1,258 @@
+"""Which phase a training script is in, and where its steps end, from what it calls in torch.
+
+The phase of the training thread changes at these calls:
+
+    input       from the request for a batch of a DataLoader until it is there
+    forward     from the call of a model to the backward pass, with the loss
+    backward    torch.autograd
+    update      from the backward pass to the end of the optimizer's step, with clipping
+    evaluate    from a call of a model without gradients to the next training batch
+    checkpoint  torch.save and torch.distributed.checkpoint
+    other       the rest
+
+Some phases are known only when the next one begins: `_relabel` changes the one that ends.
+
+A step ends with an optimizer's step. If a script has several optimizers, such as a GAN, it ends
+with the one that steps last in an iteration. The time until the next step belongs to that step,
+except for evaluation and checkpoints between the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import get_ident
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.measure.phase_clock import PhaseClock, clock_for
+
+OTHERS_MAX = 16
+"""Steps of other optimizers after which the one that ended steps counts as no longer used."""
+
+
+class StepTracker:
+    """Follows one thread: the one that takes optimizer steps."""
+
+    def __init__(self, on_step: Callable[[], None]) -> None:
+        self.clock = PhaseClock()
+        self.thread = get_ident()
+        self.steps = 0
+        self.updates = 0
+        """Steps of all optimizers."""
+        self.parts_of_first = 0
+        """Steps of the clock that the first step consists of: one for each optimizer."""
+        self.samples = 0
+        """In the batches of DataLoaders."""
+        self.checkpoints = 0
+        self.loss: Tensor | None = None
+        """Of the last backward pass."""
+        self.learning_rate: float | None = None
+        self._on_step = on_step
+        self._optimizers: WeakSet[Optimizer] = WeakSet()
+        self._last_optimizer = 0
+        """Id of the one that ends steps."""
+        self._steps_of_others = 0
+        self._stepping: list[int] = []
+        """Ids of optimizers whose step is in progress: one may call another, or a closure."""
+        self._phase_after_update = "other"
+        self._computes = False
+        """Whether the step has called a model."""
+        self._is_interrupted = True
+        """Whether evaluation, a checkpoint or startup preceded the step."""
+        self._is_after_backward = False
+        self._has_batch = False
+        """Whether a batch arrived and no model was called since."""
+        self._iterator = 0
+        """Id of the iterator of the last batch."""
+        self._evaluation_iterator = 0
+        self._maybe_evaluation = False
+        """Whether the model called last is in evaluation mode, but with gradients."""
+
+    def is_in_thread(self) -> bool:
+        return get_ident() == self.thread
+
+    def _enter(self, phase: str) -> None:
+        """Enter a phase of the step; it begins the step unless that has begun."""
+        self._is_after_backward = False
+        if self._is_interrupted and not self._computes:
+            self._is_interrupted = False
+            self.clock.begin_step(phase)
+        else:
+            self.clock.enter(phase)
+
+    def _relabel(self, phase: str) -> None:
+        """Change the phase that is about to end."""
+        self.clock.phase = phase
+
+    def begin_input(self, iterator: object) -> bool:
+        """A batch is requested; returns whether `end_input` must follow."""
+        phase = self.clock.phase
+        if phase in ("input", "backward", "checkpoint") or not self.is_in_thread():
+            return False
+        if self._maybe_evaluation and phase == "forward":
+            # No backward pass followed.
+            self._relabel("evaluate")
+            self._is_interrupted, self._computes = True, False
+        self._maybe_evaluation = False
+        if not torch.is_grad_enabled() or self._evaluation_iterator == id(iterator):
+            self._enter_evaluation()
+            return False
+        self._enter("input")
+        return True
+
+    def end_input(self, iterator: object, batch: object) -> None:
+        self.clock.enter("other")
+        self._has_batch = True
+        self._iterator = id(iterator)
+        self.samples += count_samples(batch)
+
+    def _enter_evaluation(self) -> None:
+        if self.clock.phase != "evaluate":
+            self.clock.enter("evaluate")
+            self._is_interrupted = True
+
+    def call_model(self, model: nn.Module) -> None:
+        """A module is called while no model is training."""
+        if not self.is_in_thread():
+            return
+        has_batch, self._has_batch = self._has_batch, False
+        if torch.is_grad_enabled() or model.training:
+            if self.clock.phase == "evaluate" and self._evaluation_iterator == self._iterator:
+                # A model without gradients was called for the training batch, such as a teacher.
+                self._relabel("forward")
+                self._is_interrupted = False
+            self._evaluation_iterator = 0
+            self._maybe_evaluation = not model.training and not self._stepping
+            self._enter("forward")
+            self._computes = True
+        elif self.clock.phase != "evaluate":
+            if has_batch:
+                self._evaluation_iterator = self._iterator
+            self._enter_evaluation()
+
+    def begin_backward(self, outputs: Any, accumulates: bool) -> str | None:
+        """Returns the phase after it; None if it is part of another one.
+
+        `accumulates`: whether gradients are accumulated in parameters, not returned.
+        """
+        phase = self.clock.phase
+        if phase in ("input", "backward", "checkpoint") or not self.is_in_thread():
+            return None
+        if phase == "other":
+            # A compiled function or a functional model is not called as a module.
+            self._relabel("forward")
+        self._enter("backward")
+        self._computes = True
+        if not accumulates:
+            return phase
+        self._maybe_evaluation = self._has_batch = False
+        loss = outputs[0] if isinstance(outputs, tuple | list) and outputs else outputs
+        if isinstance(loss, Tensor) and not loss.dim():
+            self.loss = loss.detach()
+        return "update" if self._stepping else "other"
+
+    def end_backward(self, phase: str) -> None:
+        self.clock.enter(phase)
+        self._is_after_backward = phase == "other"
+
+    def begin_update(self, optimizer: Optimizer) -> None:
+        self.updates += 1
+        if id(optimizer) in self._stepping:
+            # Its last step raised an exception.
+            self._stepping.clear()
+        self._stepping.append(id(optimizer))
+        if len(self._stepping) > 1:
+            return
+        if not self.steps:
+            self.thread = get_ident()
+            self._use_device_of(optimizer)
+        elif not self.is_in_thread():
+            self._stepping.clear()
+            return
+        phase = self.clock.phase
+        # Optimizers may step for each parameter as soon as its gradient is known.
+        self._phase_after_update = "backward" if phase == "backward" else "other"
+        if self._is_after_backward and phase == "other":
+            # Unscaling and clipping of gradients.
+            self._relabel("update")
+        self._enter("update")
+
+    def _use_device_of(self, optimizer: Optimizer) -> None:
+        parameters = (each for group in optimizer.param_groups for each in group["params"])
+        parameter = next(parameters, None)
+        if parameter is not None:
+            self.clock = clock_for(parameter.device, self.clock)
+
+    def end_update(self, optimizer: Optimizer) -> None:
+        if id(optimizer) not in self._stepping:
+            return
+        del self._stepping[self._stepping.index(id(optimizer)) :]
+        if self._stepping:
+            return
+        if self._ends_step(optimizer):
+            self.learning_rate = _learning_rate(optimizer)
+            self.end_step(self._phase_after_update)
+        else:
+            self.clock.enter(self._phase_after_update)
+
+    def skip_update(self, optimizer: Optimizer) -> None:
+        """A GradScaler skipped the step of an optimizer, because gradients were not finite."""
+        if self.is_in_thread() and self._ends_step(optimizer):
+            self.end_step()
+
+    def _ends_step(self, optimizer: Optimizer) -> bool:
+        if id(optimizer) != self._last_optimizer:
+            if optimizer in self._optimizers and self._steps_of_others < OTHERS_MAX:
+                self._steps_of_others += 1
+                return False
+            if self.steps == 1 and optimizer not in self._optimizers:
+                # The first iteration has several optimizers.
+                self.steps = 0
+            # Of those that step in an iteration, the last one appears last.
+            self._optimizers.add(optimizer)
+            self._last_optimizer = id(optimizer)
+        self._steps_of_others = 0
+        return True
+
+    def end_step(self, phase: str = "other") -> None:
+        """End the step; the next one begins now unless evaluation or a checkpoint comes first."""
+        if self._is_interrupted:
+            self._enter("other")
+        self.clock.end_step(phase)
+        self.clock.begin_step(phase)
+        self._computes = self._is_interrupted = self._is_after_backward = False
+        self.parts_of_first += not self.steps
+        self.steps += 1
+        self._on_step()
+
+    def begin_checkpoint(self) -> str | None:
+        """Returns the phase after it; None if it is part of another one."""
+        phase = self.clock.phase
+        if phase == "checkpoint" or not self.is_in_thread():
+            return None
+        self.clock.enter("checkpoint")
+        self.checkpoints += 1
+        self._is_interrupted = True
+        return phase
+
+    def end_checkpoint(self, phase: str) -> None:
+        self.clock.enter(phase)
+
+
+def count_samples(batch: object) -> int:
+    """The length of the first tensor of a batch; 0 if it has none."""
+    if isinstance(batch, dict):
+        batch = list(batch.values())
+    if isinstance(batch, list | tuple):
+        return next(filter(None, map(count_samples, batch)), 0)
+    return len(batch) if isinstance(batch, Tensor) and batch.dim() else 0
+
+
+def _learning_rate(optimizer: Optimizer) -> float | None:
+    rate = optimizer.param_groups[0].get("lr")
+    # Reading a tensor back could wait for a GPU.
+    return rate if isinstance(rate, float) else None

@@ -1,0 +1,144 @@
+"""`paceline profile`: the command, its exit code and its records."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.analysis.collection import collect
+from paceline.cli import main
+from paceline.records import PHASES
+
+SCRIPT = """
+import os, signal, sys
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = TensorDataset(torch.ones(400, 2), torch.zeros(400, 1))
+for epoch in range(2):
+    for inputs, targets in DataLoader(data, batch_size=4, num_workers=1):
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+print("trained")
+print("done", file=sys.stderr)
+if "--kill" in sys.argv:
+    sys.stdout.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+sys.exit(3 if "--fail" in sys.argv else 0)
+"""
+
+
+def profile(folder: Path, *command: str, flags: Sequence[str] = ("--quiet",)) -> int:
+    return main(["profile", "--out", str(folder), "--name", "run", *flags, "--", *command])
+
+
+def result(folder: Path) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads((folder / "run" / "result.json").read_text())
+    return values
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    file = tmp_path / "train.py"
+    file.write_text(SCRIPT)
+    return str(file)
+
+
+def test_an_unchanged_script_gets_the_records_of_a_run(
+    tmp_path: Path, script: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert profile(tmp_path, sys.executable, script, flags=()) == 0
+    printed = capfd.readouterr()
+    assert printed.out == "trained\n"
+    assert printed.err.startswith("done\n")
+    assert "forward" in printed.err
+    assert str(tmp_path / "run" / "report.html") in printed.err
+    values = result(tmp_path)
+    assert (values["kind"], values["status"], values["iterations"]) == ("profile", "finished", 200)
+    assert values["config"] == {"command": [sys.executable, script], "world_size": 1}
+    assert values["samples"] == 800
+    (worker,) = values["workers"]
+    assert sum(worker["phases"].values()) == pytest.approx(worker["wall_seconds"], rel=0.01)
+    assert all(worker["phases"][name] > 0 for name in ("input", "forward", "backward", "update"))
+    assert set(worker["phases"]) == set(PHASES)
+    assert worker["after_first"]["iterations"] == 199
+    assert values["nodes"][0]["samples"] >= 2
+    (run,) = collect(tmp_path / "run").runs
+    assert run.settings.script == "train.py"
+
+
+@pytest.mark.parametrize(
+    ("flag", "exit_code", "cause"),
+    [("--fail", 3, "ended with exit code 3"), ("--kill", 137, "was killed by SIGKILL")],
+)
+def test_records_of_a_script_that_fails(
+    tmp_path: Path, script: str, flag: str, exit_code: int, cause: str
+) -> None:
+    assert profile(tmp_path, sys.executable, script, flag) == exit_code
+    values = result(tmp_path)
+    assert (values["status"], values["cause"]) == ("failed", f"{sys.executable} {cause}")
+    # A killed process leaves what it had written until half a second before.
+    assert values["iterations"] > 0
+    assert values["workers"][0]["wall_seconds"] > 0
+
+
+def test_a_command_without_training_is_passed_through(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert profile(tmp_path, "sh", "-c", "echo out; echo err >&2; exit 7", flags=()) == 7
+    printed = capfd.readouterr()
+    assert printed.out == "out\n"
+    assert printed.err.startswith("err\n")
+    assert "no training step was measured" in printed.err
+    assert result(tmp_path)["workers"] == []
+
+
+def test_a_missing_command_leaves_no_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert profile(tmp_path, "no-such-program") == 2
+    assert "cannot run no-such-program" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_command_is_required(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "--quiet"]) == 2
+    assert "needs a COMMAND" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_are_passed_on(tmp_path: Path, number: signal.Signals) -> None:
+    ready = tmp_path / "ready"
+    # Exits with a code of its own, to show that it got the signal.
+    program = (
+        f"import pathlib, signal, sys, time; signal.signal({int(number)},"
+        f" lambda *_: sys.exit(9)); pathlib.Path({str(ready)!r}).touch(); time.sleep(60)"
+    )
+    flags = ["--out", str(tmp_path), "--name", "run", "--quiet"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "paceline", "profile", *flags, "--", sys.executable, "-c", program],
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not ready.exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.kill(process.pid, number)
+        assert process.wait(timeout=60) == 9
+    finally:
+        process.kill()
+        process.wait()
+    assert result(tmp_path)["status"] == "stopped"
+    assert result(tmp_path)["cause"] == f"stopped by {number.name}"

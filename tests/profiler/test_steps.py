@@ -1,0 +1,254 @@
+"""Phases and steps of loops that know nothing of paceline."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, SGD, Optimizer
+
+from tests.support.profiled import loader, loss_of, model, profiled, train_step
+
+STEP = ["input", "forward", "backward", "update"]
+
+
+def sgd(net: nn.Module) -> SGD:
+    return SGD(net.parameters(), lr=0.1)
+
+
+def test_a_step_has_input_forward_backward_and_update(tmp_path: Path) -> None:
+    net = model()
+    optimizer = sgd(net)
+    with profiled(tmp_path) as measured:
+        for inputs, targets in loader(3):
+            train_step(net, optimizer, inputs, targets)
+    # The last request for a batch finds none.
+    assert measured.phases == [*STEP * 3, "input"]
+    record = measured.record
+    assert len(record.step_seconds) == 3
+    assert len(record.losses) == 3
+    assert record.last["samples"] == 12
+    assert record.last["learning_rate"] == 0.1
+
+
+def test_phases_sum_to_the_wall_time(tmp_path: Path) -> None:
+    net = model()
+    optimizer = sgd(net)
+    with profiled(tmp_path) as measured:
+        for inputs, targets in loader(5):
+            train_step(net, optimizer, inputs, targets)
+    clock = measured.session.tracker.clock
+    assert sum(clock.seconds.values()) == pytest.approx(clock.wall_seconds, rel=1e-6)
+    assert measured.record.wall_seconds == pytest.approx(clock.wall_seconds, rel=0.01)
+
+
+def test_gradient_accumulation_is_one_step(tmp_path: Path) -> None:
+    net = model()
+    optimizer = sgd(net)
+    with profiled(tmp_path) as measured:
+        for number, (inputs, targets) in enumerate(loader(4)):
+            loss_of(net, inputs, targets).backward()
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert measured.phases == [*(STEP[:3] * 2 + ["update"]) * 2, "input"]
+    assert len(measured.record.step_seconds) == 2
+
+
+def test_a_step_of_two_optimizers_ends_with_the_second(tmp_path: Path) -> None:
+    nets = [model(), model()]
+    optimizers = [sgd(net) for net in nets]
+    with profiled(tmp_path) as measured:
+        for inputs, targets in loader(3):
+            for net, optimizer in zip(nets, optimizers, strict=True):
+                train_step(net, optimizer, inputs, targets)
+    assert measured.phases == [*(STEP + STEP[1:]) * 3, "input"]
+    assert len(measured.record.step_seconds) == 3
+
+
+def test_steps_go_on_when_the_optimizer_that_ended_them_is_no_longer_used(tmp_path: Path) -> None:
+    nets = [model(), model()]
+    optimizers = [sgd(net) for net in nets]
+    with profiled(tmp_path) as measured:
+        for number, batch in enumerate(loader(40)):
+            train_step(nets[0], optimizers[0], *batch)
+            if number < 3:
+                train_step(nets[1], optimizers[1], *batch)
+    # The first three, the one of 17 batches that shows it, and all after it.
+    assert len(measured.record.step_seconds) == 3 + 1 + 20
+
+
+def test_a_closure_is_part_of_the_step(tmp_path: Path) -> None:
+    net = model()
+    optimizer = LBFGS(net.parameters(), max_iter=1)
+    with profiled(tmp_path) as measured:
+        for inputs, targets in loader(2):
+
+            def closure(inputs: Tensor = inputs, targets: Tensor = targets) -> Tensor:
+                optimizer.zero_grad()
+                loss = loss_of(net, inputs, targets)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+    step = ["input", "update", "forward", "backward", "update"]
+    assert measured.phases == [*step * 2, "input"]
+    assert len(measured.record.step_seconds) == 2
+
+
+@pytest.mark.parametrize("is_finite", [True, False])
+def test_a_step_that_the_grad_scaler_skips_counts(tmp_path: Path, is_finite: bool) -> None:
+    net = model()
+    optimizer = sgd(net)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    with profiled(tmp_path) as measured:
+        for number, (inputs, targets) in enumerate(loader(3)):
+            loss = loss_of(net, inputs, targets)
+            if number == 1 and not is_finite:
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert len(measured.record.step_seconds) == 3
+
+
+def test_an_optimizer_inside_another_is_part_of_its_step(tmp_path: Path) -> None:
+    net = model()
+    inner = sgd(net)
+
+    class Outer(Optimizer):
+        def __init__(self) -> None:
+            super().__init__(net.parameters(), {})
+
+        def step(self, closure: Any = None) -> Any:
+            inner.step()
+
+    outer = Outer()
+    with profiled(tmp_path) as measured:
+        for batch in loader(3):
+            train_step(net, outer, *batch)
+    assert measured.phases == [*STEP * 3, "input"]
+    assert len(measured.record.step_seconds) == 3
+
+
+def test_evaluation_is_not_part_of_a_step(tmp_path: Path) -> None:
+    net = model()
+    optimizer = sgd(net)
+    with profiled(tmp_path) as measured:
+        for _ in range(2):
+            net.train()
+            for batch in loader(2):
+                train_step(net, optimizer, *batch)
+            net.eval()
+            with torch.no_grad():
+                for inputs, targets in loader(2):
+                    loss_of(net, inputs, targets)
+    assert measured.phases == [*STEP * 2, "input", "evaluate"] * 2
+    steps = measured.log.steps
+    evaluations = [span for span in measured.log.phases if span.name == "evaluate"]
+    assert len(measured.record.step_seconds) == 4
+    assert not any(
+        step.began < evaluation.began < step.ended for step in steps for evaluation in evaluations
+    )
+
+
+def test_evaluation_that_disables_gradients_inside_its_loop(tmp_path: Path) -> None:
+    net = model()
+    optimizer = sgd(net)
+    with profiled(tmp_path) as measured:
+        for _ in range(2):
+            net.train()
+            for batch in loader(2):
+                train_step(net, optimizer, *batch)
+            net.eval()
+            for inputs, _targets in loader(3):
+                with torch.no_grad():
+                    net(inputs)
+    # Only the first batch is not known to be one of the evaluation.
+    assert measured.phases == [*STEP * 2, "input", "evaluate"] * 2
+    assert len(measured.record.step_seconds) == 4
+
+
+def test_evaluation_with_gradients(tmp_path: Path) -> None:
+    net = model()
+    optimizer = sgd(net)
+    with profiled(tmp_path) as measured:
+        for batch in loader(2):
+            train_step(net, optimizer, *batch)
+        net.eval()
+        for inputs, _ in loader(2):
+            net(inputs)
+    assert measured.phases == [*STEP * 2, "input", *["evaluate", "input"] * 2]
+
+
+def test_a_teacher_is_part_of_forward(tmp_path: Path) -> None:
+    net = model()
+    teacher = copy.deepcopy(net).eval()
+    optimizer = sgd(net)
+    with profiled(tmp_path) as measured:
+        for inputs, _ in loader(3):
+            with torch.no_grad():
+                targets = teacher(inputs)
+            train_step(net, optimizer, inputs, targets)
+    assert measured.phases == [*STEP * 3, "input"]
+
+
+def test_a_model_that_is_no_module_is_forward(tmp_path: Path) -> None:
+    weight = torch.ones(2, 2, requires_grad=True)
+    optimizer = SGD([weight], lr=0.1)
+    with profiled(tmp_path) as measured:
+        for inputs, targets in loader(2):
+            nn.functional.mse_loss(inputs @ weight, targets).backward()
+            optimizer.step()
+    assert measured.phases == [*STEP * 2, "input"]
+
+
+def test_gradients_of_a_penalty_are_part_of_the_step(tmp_path: Path) -> None:
+    net = model()
+    optimizer = sgd(net)
+    with profiled(tmp_path) as measured:
+        for inputs, targets in loader(2):
+            inputs.requires_grad_()
+            loss = loss_of(net, inputs, targets)
+            (slope,) = torch.autograd.grad(loss, inputs, create_graph=True)
+            (loss + slope.square().sum()).backward()
+            optimizer.step()
+    step = ["input", "forward", "backward", "forward", "backward", "update"]
+    assert measured.phases == [*step * 2, "input"]
+
+
+def test_clipping_is_part_of_update(tmp_path: Path) -> None:
+    net = model()
+    optimizer = sgd(net)
+    with profiled(tmp_path) as measured:
+        for inputs, targets in loader(2):
+            loss_of(net, inputs, targets).backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+    names = [span.name for span in measured.log.phases]
+    assert names[names.index("backward") + 1] == "update"
+
+
+def test_checkpoints_are_a_phase_of_their_own(tmp_path: Path) -> None:
+    net = model()
+    optimizer = sgd(net)
+    with profiled(tmp_path) as measured:
+        for batch in loader(2):
+            train_step(net, optimizer, *batch)
+            torch.save(net.state_dict(), tmp_path / "weights.pt")
+    assert measured.phases == [*[*STEP, "checkpoint"] * 2, "input"]
+    assert measured.record.last["checkpoints"] == 2
+
+
+def test_input_of_worker_processes(tmp_path: Path) -> None:
+    net = model()
+    optimizer = sgd(net)
+    with profiled(tmp_path) as measured:
+        for batch in loader(3, num_workers=1):
+            train_step(net, optimizer, *batch)
+    assert measured.phases == [*STEP * 3, "input"]
+    assert [file.name for file in tmp_path.glob("events*")] == ["events-0.jsonl"]
