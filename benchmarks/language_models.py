@@ -1,9 +1,9 @@
 """Bits per byte of a transformer and of n-gram models on `stories`, and the grammar of its samples.
 
-    python benchmarks/language_models.py [--model gpt-micro] [--iterations 1500] [--repeats 1]
+    python benchmarks/language_models.py [--model gpt-micro] [--iterations 1500] [--seeds 0,1,2]
 
 Both kinds of models see the same training bytes and predict the same test bytes. An n-gram model
-predicts a byte from the n - 1 before it, interpolated with all shorter contexts (Witten-Bell); its
+predicts a byte from the n - 1 before it, interpolated with all shorter contexts (Kneser-Ney); its
 context continues over the borders of the windows, while the transformer starts each window without
 one. Samples are stories from an empty prompt; the grammar's parser judges each sentence.
 """
@@ -15,6 +15,7 @@ import math
 import statistics
 import tempfile
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,8 +28,8 @@ from paceline.measure.machine import hardware, software
 
 CONTEXT = 128
 TRAIN_SAMPLES, TEST_SAMPLES = 24_000, 500
-ORDERS = (2, 3, 4, 5, 6)
-"""At most seven bytes fit into an integer."""
+ORDERS = (2, 3, 4, 5, 6, 7)
+"""At most seven bytes fit into a signed integer."""
 SETTINGS = {
     "data": "stories",
     "context": CONTEXT,
@@ -45,25 +46,39 @@ SETTINGS = {
 Bytes = NDArray[np.int64]
 
 
-def bits_of_ngrams(train: Bytes, test: Bytes, orders: Sequence[int]) -> dict[int, float]:
-    """Return the bits per byte of n-gram models on the bytes of `test` after the first."""
+def bits_of_ngrams(train: Bytes, test: Bytes, order: int) -> float:
+    """Return the bits per byte of an n-gram model on the bytes of `test` after the first."""
     probability = np.full(len(test) - 1, 1 / 256)
-    bits = {}
-    for order in range(1, max(orders) + 1):
-        grams, occurrences = np.unique(_keys(train, order), return_counts=True)
-        contexts, first, distinct = np.unique(grams >> 8, return_index=True, return_counts=True)
-        totals = np.add.reduceat(occurrences, first)
+    for length in range(1, order + 1):
+        grams, counts = _counts(train, length, is_longest=length == order)
+        once, twice = (int((counts == times).sum()) for times in (1, 2))
+        discount = once / max(once + 2 * twice, 1)
+        contexts, first, kinds = np.unique(grams >> 8, return_index=True, return_counts=True)
+        totals = np.add.reduceat(counts, first)
         # The first bytes have no context of this length, and keep the shorter one.
-        asked = _keys(test, order)[max(0, 2 - order) :]
+        asked = _keys(test, length)[max(0, 2 - length) :]
         known = slice(len(probability) - len(asked), None)
-        seen = _lookup(grams, occurrences, asked)
-        total, kinds = (_lookup(contexts, values, asked >> 8) for values in (totals, distinct))
+        seen = _lookup(grams, counts - discount, asked)
+        total, left = (
+            _lookup(contexts, values, asked >> 8) for values in (totals, discount * kinds)
+        )
         shorter = probability[known]
-        mixed = (seen + kinds * shorter) / np.maximum(total + kinds, 1)
+        mixed = (seen + left * shorter) / np.maximum(total, 1)
         probability[known] = np.where(total > 0, mixed, shorter)
-        if order in orders:
-            bits[order] = float(-np.log2(probability).mean())
-    return bits
+    return float(-np.log2(probability).mean())
+
+
+def _counts(train: Bytes, length: int, *, is_longest: bool) -> tuple[Bytes, Bytes]:
+    """Return the n-grams of a length, and how often each occurs.
+
+    A shorter one counts once for each byte that it follows: it is used where the byte before it is
+    unknown.
+    """
+    keys = _keys(train, length)
+    if not is_longest:
+        keys = np.unique(_keys(train, length + 1)) & ((1 << 8 * length) - 1)
+    grams, counts = np.unique(keys, return_counts=True)
+    return grams, counts
 
 
 def _keys(data: Bytes, order: int) -> Bytes:
@@ -74,7 +89,7 @@ def _keys(data: Bytes, order: int) -> Bytes:
     return keys
 
 
-def _lookup(sorted_keys: Bytes, values: Bytes, asked: Bytes) -> Bytes:
+def _lookup(sorted_keys: Bytes, values: NDArray[Any], asked: Bytes) -> NDArray[Any]:
     """Return the value of each key, 0 where there is none."""
     index = np.searchsorted(sorted_keys, asked).clip(max=len(sorted_keys) - 1)
     return np.where(sorted_keys[index] == asked, values[index], 0)
@@ -89,7 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="gpt-micro")
     parser.add_argument("--iterations", type=int, default=1500)
-    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--seeds", default="0,1,2", help="one run each, separated by commas")
     parser.add_argument("--sample-tokens", type=int, default=4000)
     arguments = parser.parse_args()
     dataset = STORIES(
@@ -98,14 +113,15 @@ def main() -> None:
     cpu, torch_version = hardware()["cpu"], software()["torch"]
     print(f"{cpu}, torch {torch_version}; {TRAIN_SAMPLES * CONTEXT:,} bytes of stories\n")
     print(f"{'model':24}{'bits per byte':>15}")
-    ngrams = bits_of_ngrams(_stream(dataset.train), _stream(dataset.test), ORDERS)
+    train, test = _stream(dataset.train), _stream(dataset.test)
+    ngrams = {order: bits_of_ngrams(train, test, order) for order in ORDERS}
     for order, value in ngrams.items():
-        print(f"{f'{order}-gram':24}{value:15.4f}")
-    results = [_train(arguments, seed) for seed in range(arguments.repeats)]
+        print(f"{f'{order}-gram':24}{value:15.4f}", flush=True)
+    results = [_train(arguments, int(seed)) for seed in arguments.seeds.split(",")]
     bits, seconds, grammatical = zip(*results, strict=True)
     print(f"{arguments.model:24}{statistics.fmean(bits):15.4f}  each: {_listed(bits, '.4f')}")
-    below = 1 - statistics.fmean(bits) / ngrams[5]
-    print(f"\n{below:.1%} fewer bits than the 5-gram model")
+    below = [1 - each / ngrams[5] for each in bits]
+    print(f"\nfewer bits than the 5-gram model: {_listed(below, '.1%')}")
     print(f"training: {_listed(seconds, '.0f')} s for {arguments.iterations} steps")
     print(f"grammatical sentences in samples: {_listed(grammatical, '.1%')}")
 

@@ -73,6 +73,14 @@ def test_each_violation_is_found_in_its_sentence(before: str, after: str, proble
     assert problem in only
 
 
+def test_story_without_an_introduction_has_an_error_in_its_last_sentence_too() -> None:
+    story = "The lamp. The boy near the mice runs. He took the old drum to the hill."
+    endings = ("At the hill he lost his drum.", "Tom left his old drum there.")
+    for ending in endings:
+        *_, last = parse(f"{story} {ending}\n")
+        assert "expected an introduction before" in str(last.problem)
+
+
 def test_unfinished_stories_are_not_counted() -> None:
     assert grammatical_fraction(STORY + STORY[:30]) == 1.0
     assert grammatical_fraction(STORY[:30]) == 0.0

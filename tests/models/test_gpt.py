@@ -68,6 +68,15 @@ def test_order_of_earlier_tokens_matters() -> None:
     assert not torch.allclose(model(whole)[:, -1], model(swapped)[:, -1], atol=1e-5)
 
 
+@pytest.mark.parametrize("prompt", [1, 5])
+def test_scores_with_a_cache_equal_those_without(prompt: int) -> None:
+    model, whole = build().double(), tokens()
+    cache = model.new_cache()
+    parts = [model(whole[:, :prompt], cache)]
+    parts += [model(whole[:, at : at + 1], cache) for at in range(prompt, LENGTH)]
+    torch.testing.assert_close(torch.cat(parts, 1), model(whole), rtol=0, atol=1e-12)
+
+
 def test_options_change_the_model() -> None:
     model = build(layers="2", width="32", heads="4", context="100")
     assert len(model.blocks) == 2

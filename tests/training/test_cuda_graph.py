@@ -30,7 +30,7 @@ from paceline.data.resident import ResidentEvaluationPipeline, ResidentPipeline
 from paceline.data.sampling import GlobalBatchSampler
 from paceline.launch import launcher
 from paceline.measure.phase_clock import CudaPhaseClock, PhaseClock
-from paceline.models.build import build_model
+from paceline.models.build import GroupedModel, build_model
 from paceline.strategies import create_strategy
 from paceline.strategies.replica import Replica
 from paceline.training.coordination import StepCoordinator
@@ -87,6 +87,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+STORIES = {"data": "stories", "context": 16, "lr": 0.001, "weight_decay": 0.1}
+
+
 def config_of(**settings: Any) -> RunConfig:
     # 40 samples in batches of 16: the last batch of an epoch has 8.
     small = {"data": "digits", "train_samples": 40, "batch_size": 16, "epochs": 4, "seed": 3}
@@ -109,8 +112,10 @@ class Trained:
             dataset.classes,
             config.seed,
             options=config.model_options,
+            has_tokens=dataset.has_tokens,
         )
-        optimizer = build_optimizer(config, model.parameters())
+        undecayed = model.undecayed_weights() if isinstance(model, GroupedModel) else ()
+        optimizer = build_optimizer(config, model.parameters(), undecayed)
         # As on a GPU.
         keep_rate_on_device(optimizer, CPU)
         self.replica = Replica(
@@ -171,6 +176,12 @@ def cache_of(backend: RecordingBackend, **options: Any) -> Callable[[Replica], G
             "weight_decay": 1.0,
             "augment": "shift,alternate_flip",
         },
+        *(
+            {"model": "gpt-nano", **STORIES, "optimizer": optimizer, "precision": precision}
+            for optimizer in ("sgd", "adamw", "muon")
+            for precision in ("fp32", "bf16")
+        ),
+        {"model": "gpt-nano", "model_options": {"checkpoint": "true"}, **STORIES, "clip_norm": 0.5},
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),
 )
@@ -376,9 +387,12 @@ def test_cpu_runs_eagerly() -> None:
     assert "--slow" in str(capture_obstacle(slow, gpu, pipeline, strategy))
 
 
+@pytest.mark.parametrize("settings", [{"model": "cnn"}, {"model": "gpt-nano", **STORIES}])
 @pytest.mark.parametrize("is_resident", [True, False])
-def test_captured_evaluation_equals_eager_evaluation(is_resident: bool) -> None:
-    config = config_of(model="cnn", test_samples=45, eval_batch_size=10, channels_last="off")
+def test_captured_evaluation_equals_eager_evaluation(
+    settings: dict[str, Any], is_resident: bool
+) -> None:
+    config = config_of(test_samples=45, eval_batch_size=10, channels_last="off", **settings)
     replica = Trained(config, None).replica
     strategy = create_strategy("single", {})
     strategy.setup(replica)
@@ -406,6 +420,12 @@ GPU_CASES = [
 ] + [
     {"model": "whitened_cnn", "optimizer": "muon", "precision": "bf16", "lr": 0.014,
      "channels_last": "on", "augment": "shift,alternate_flip", "weight_decay": 1.4, "eval_views": 6}
+] + [
+    # Long windows: attention adds the gradients of many blocks.
+    {"model": "gpt-nano", **STORIES, "context": 1024, "optimizer": optimizer,
+     "precision": precision, "augment": ""}
+    for optimizer in ("sgd", "adamw", "muon")
+    for precision in ("fp32", "bf16")
 ]  # fmt: skip
 
 

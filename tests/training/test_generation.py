@@ -13,8 +13,9 @@ from torch import Tensor
 
 import paceline
 from paceline.cli import main
+from paceline.models.build import build_model
 from paceline.training.checkpoint import iterations, state_file
-from paceline.training.generation import Utf8, sample_tokens
+from paceline.training.generation import ModelScores, Utf8, sample_tokens
 from tests.support.user_code import Samples
 
 TEXT = "abcdefgh\n"
@@ -189,3 +190,40 @@ def test_model_sees_the_last_tokens_of_the_context() -> None:
 
     assert list(sample_tokens(scores, [0, 1, 0], 3, context=4, temperature=0)) == [2, 2, 2]
     assert seen == [[0, 1, 0], [0, 1, 0, 2], [1, 0, 2, 2]]
+
+
+def test_oldest_eighth_of_a_full_context_is_dropped_at_once() -> None:
+    lengths = []
+
+    def scores(tokens: list[int]) -> Tensor:
+        lengths.append(len(tokens))
+        return torch.tensor([0.0, 1.0])
+
+    list(sample_tokens(scores, [0] * 15, 6, context=16))
+    assert lengths == [15, 16, 15, 16, 15, 16]
+
+
+def test_cached_scores_equal_those_of_all_tokens() -> None:
+    model = build_model("gpt-nano", (16,), VOCABULARY, seed=0, has_tokens=True).double()
+    cached = ModelScores("gpt-nano", model)
+    sequences: list[list[int]] = []
+
+    def scores(tokens: list[int]) -> Tensor:
+        sequences.append(tokens)
+        found = cached(tokens)
+        torch.testing.assert_close(found, model(torch.tensor([tokens]))[0, -1], rtol=0, atol=1e-12)
+        return found
+
+    list(sample_tokens(scores, [1, 2, 3], 40, context=16))
+    assert max(map(len, sequences)) == 16
+    assert sequences[-1][:2] != sequences[0][:2]
+
+
+def test_cache_is_used_for_the_tokens_that_follow() -> None:
+    model = build_model("gpt-nano", (16,), VOCABULARY, seed=0, has_tokens=True)
+    lengths = []
+    model.register_forward_pre_hook(lambda _, inputs: lengths.append(inputs[0].shape[1]))
+    scores = ModelScores("gpt-nano", model)
+    for tokens in ([1, 2], [1, 2, 3], [1, 2, 3, 4], [2, 3, 4], [2, 3, 4, 5]):
+        scores(tokens)
+    assert lengths == [2, 1, 1, 3, 1]

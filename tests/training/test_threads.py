@@ -1,4 +1,4 @@
-"""Default number of threads of a worker."""
+"""Threads of a worker, and settings of torch that hold while it trains."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from paceline.config import from_mapping
 from paceline.training import device
@@ -29,3 +30,10 @@ def test_default_threads_are_an_equal_share_of_the_usable_cores(
     monkeypatch.setattr(device, "cores_usable", lambda: 8)
     config = from_mapping({"strategy": "allreduce", **settings})
     assert device.threads_of(replace(config, node_rank=node)) == threads
+
+
+def test_operations_without_deterministic_gradients_are_off_while_a_worker_trains() -> None:
+    with device.computing(from_mapping({"threads": 1})):
+        assert torch.backends.cudnn.deterministic
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert torch.backends.cuda.cudnn_sdp_enabled()

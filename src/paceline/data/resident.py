@@ -58,7 +58,7 @@ class ResidentPipeline(InputPipeline):
             channels_last=channels_last,
         )
         device = self._device
-        self._targets = split.targets.to(device, torch.int64)
+        self._targets = _upload(split.targets, device)
         self._windows = None
         if self._augmenter is None:
             self._inputs = _upload(split.inputs, self._device)
@@ -92,7 +92,7 @@ class ResidentPipeline(InputPipeline):
         begin, end = bounds_of(part, self._samples)
         entries = self._table.index_select(0, self._position + self._offsets[begin:end])
         rows = entries[:, 0]
-        targets = self._targets.index_select(0, rows)
+        targets = self._targets.index_select(0, rows).to(torch.int64)
         if self._windows is None:
             inputs = self._inputs.index_select(0, rows)
         else:
@@ -112,7 +112,7 @@ class ResidentEvaluationPipeline(EvaluationPipeline):
         device: torch.device | str = "cpu",
         channels_last: bool = False,
     ) -> None:
-        resident = Split(_upload(split.inputs, device), split.targets.to(device, torch.int64))
+        resident = Split(_upload(split.inputs, device), _upload(split.targets, device))
         super().__init__(
             resident, transform, batch_size, device=device, channels_last=channels_last
         )
@@ -124,13 +124,14 @@ class ResidentEvaluationPipeline(EvaluationPipeline):
 
     def gather(self, samples: int) -> tuple[Tensor, Tensor]:
         rows = self._position + self._offsets[:samples]
-        targets = self._split.targets.index_select(0, rows)
+        targets = self._split.targets.index_select(0, rows).to(torch.int64)
         return self._convert(self._split.inputs.index_select(0, rows)), targets
 
 
-def _upload(inputs: Tensor, device: torch.device | str) -> Tensor:
+def _upload(values: Tensor, device: torch.device | str) -> Tensor:
+    """Copy to the device; small dtypes of tokens stay small."""
     # CUDA has few operations on uint16, a common dtype of token files.
-    return inputs.to(device, torch.int32 if inputs.dtype == torch.uint16 else inputs.dtype)
+    return values.to(device, torch.int32 if values.dtype == torch.uint16 else values.dtype)
 
 
 class _Windows:
@@ -236,9 +237,9 @@ def evaluation_pipeline_for(
 def fits_on_gpu(split: Split, device: torch.device) -> bool:
     """Return whether a GPU has enough free memory for a split, including borders of images."""
     free_bytes, _ = torch.cuda.mem_get_info(device)
-    needed_bytes = split.inputs.nbytes
+    needed_bytes = split.inputs.nbytes + split.targets.nbytes
     if split.inputs.dim() == 4:
         height, width = split.inputs.shape[2:]
         border = (height + 2 * CROP_PAD) * (width + 2 * CROP_PAD) / (height * width)
-        needed_bytes = round(needed_bytes * (1 + border))
+        needed_bytes += round(split.inputs.nbytes * border)
     return needed_bytes <= free_bytes * _MAX_GPU_MEMORY_FRACTION

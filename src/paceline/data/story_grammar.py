@@ -201,7 +201,8 @@ class _StoryParser:
     def _ending(self, words: _Words) -> None:
         if not self._place:
             raise GrammarError("an ending without a journey")
-        possessive = POSSESSIVES[self._pronoun]
+        # Empty if the introduction has an error.
+        possessive = POSSESSIVES.get(self._pronoun, "")
         if words.starts_with("At"):
             pronoun = self._pronoun.lower()
             expected = ["At", "the", self._place, pronoun, "lost", possessive, self._thing]

@@ -7,7 +7,7 @@ The sizes are those of minGPT with the same names.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated
 
 import torch
@@ -17,14 +17,13 @@ from torch.utils.checkpoint import checkpoint as recompute_in_backward
 
 from paceline.config.conversion import Limits
 from paceline.errors import ConfigError
+from paceline.models.attention import KeysAndValues, causal_attention, rotate, rotation_of
 
 Layers = Annotated[int, Limits(minimum=1, maximum=1024)]
 Width = Annotated[int, Limits(minimum=2, maximum=65536)]
 Heads = Annotated[int, Limits(minimum=1, maximum=1024)]
 Context = Annotated[int, Limits(minimum=1, maximum=2**20)]
 
-ROTARY_BASE = 10_000
-"""Rotary embeddings distinguish positions up to about this many tokens apart."""
 NORM_EPSILON = 1e-5
 HIDDEN_MULTIPLE = 32
 """The hidden units of SwiGLU are a multiple of this, which suits vector units."""
@@ -115,8 +114,7 @@ class GPT(nn.Module):
         """`context` is the longest sequence; `checkpoint` recomputes activations in backward."""
         super().__init__()
         self.context = context
-        self._pairs = width // heads // 2
-        """Pairs of elements of a head's vectors, which are rotated by one angle each."""
+        self._head_width = width // heads
         # Also the matrix of the head. It is not part of a layer, because fsdp frees the weights of
         # a layer between its uses.
         self.embedding = nn.Parameter(torch.empty(vocabulary, width))
@@ -137,20 +135,19 @@ class GPT(nn.Module):
         yield self.embedding
         yield from (weight for weight in self.parameters() if weight.dim() == 1)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = F.embedding(tokens, self.embedding)
-        rotation = self._rotation(tokens.shape[1], hidden)
-        for block in self.blocks:
-            hidden = block(hidden, rotation)
-        return F.linear(self.norm(hidden), self.embedding)
+    def new_cache(self) -> list[KeysAndValues]:
+        """Return an empty cache for `forward`, one entry per block."""
+        return [KeysAndValues() for _ in self.blocks]
 
-    def _rotation(self, length: int, like: Tensor) -> Tensor:
-        """Return the cosines and sines of all angles, (2, length, head width / 2)."""
+    def forward(self, tokens: Tensor, cache: Sequence[KeysAndValues] | None = None) -> Tensor:
+        """With a cache, `tokens` follow those of earlier calls: any number at first, then one."""
+        hidden = F.embedding(tokens, self.embedding)
+        first = cache[0].length if cache else 0
         # Not a buffer: strategies would communicate it.
-        pairs = torch.arange(self._pairs, device=like.device, dtype=like.dtype)
-        positions = torch.arange(length, device=like.device, dtype=like.dtype)
-        angles = torch.outer(positions, ROTARY_BASE ** (-pairs / self._pairs))
-        return torch.stack([angles.cos(), angles.sin()])
+        rotation = rotation_of(first, tokens.shape[1], self._head_width, hidden)
+        for index, block in enumerate(self.blocks):
+            hidden = block(hidden, rotation, cache[index] if cache else None)
+        return F.linear(self.norm(hidden), self.embedding)
 
 
 class Block(nn.Module):
@@ -168,39 +165,30 @@ class Block(nn.Module):
         self.gate_and_expand = nn.Linear(width, 2 * hidden, bias=False)
         self.shrink = nn.Linear(hidden, width, bias=False)
 
-    def forward(self, hidden: Tensor, rotation: Tensor) -> Tensor:
+    def forward(
+        self, hidden: Tensor, rotation: Tensor, seen: KeysAndValues | None = None
+    ) -> Tensor:
         if self._checkpoint and torch.is_grad_enabled():
             # Nothing in a block is random.
             output: Tensor = recompute_in_backward(
-                self._forward, hidden, rotation, use_reentrant=False, preserve_rng_state=False
+                self._forward, hidden, rotation, seen, use_reentrant=False, preserve_rng_state=False
             )
             return output
-        return self._forward(hidden, rotation)
+        return self._forward(hidden, rotation, seen)
 
-    def _forward(self, hidden: Tensor, rotation: Tensor) -> Tensor:
-        hidden = hidden + self._attend(self.attention_norm(hidden), rotation)
+    def _forward(self, hidden: Tensor, rotation: Tensor, seen: KeysAndValues | None) -> Tensor:
+        hidden = hidden + self._attend(self.attention_norm(hidden), rotation, seen)
         gate, expanded = self.gate_and_expand(self.norm(hidden)).chunk(2, dim=-1)
         output: Tensor = hidden + self.shrink(F.silu(gate) * expanded)
         return output
 
-    def _attend(self, hidden: Tensor, rotation: Tensor) -> Tensor:
+    def _attend(self, hidden: Tensor, rotation: Tensor, seen: KeysAndValues | None) -> Tensor:
         # (samples, length, 3 * width) -> three times (samples, heads, length, head width)
         parts = self.queries_keys_values(hidden).unflatten(-1, (3, self._heads, -1))
-        queries, keys, values = parts.permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(
-            rotate(queries, rotation), rotate(keys, rotation), values, is_causal=True
-        )
+        rotated, (values,) = parts.permute(2, 0, 3, 1, 4).split([2, 1])
+        queries, keys = rotate(rotated, rotation)
+        if seen is not None:
+            keys, values = seen.extend(keys, values)
+        attended = causal_attention(queries, keys, values)
         projected: Tensor = self.project(attended.transpose(1, 2).flatten(2))
         return projected
-
-
-def rotate(vectors: Tensor, rotation: Tensor) -> Tensor:
-    """Rotate each pair of elements of a vector by the angles of its position.
-
-    Products of rotated queries and keys depend on the distance of their positions only.
-    """
-    cosine, sine = rotation
-    first, second = vectors.chunk(2, dim=-1)
-    rotated = torch.cat([first * cosine - second * sine, first * sine + second * cosine], dim=-1)
-    # The angles are more precise than vectors under autocast.
-    return rotated.to(vectors.dtype)

@@ -40,8 +40,11 @@ def side_stream(device: torch.device) -> AbstractContextManager[Any]:
 def computing(config: RunConfig, local_rank: int | None = None) -> Iterator[None]:
     """Apply threads, determinism and core pinning of the config, and restore them afterwards."""
     threads, deterministic = torch.get_num_threads(), torch.backends.cudnn.deterministic
+    has_cudnn_attention = torch.backends.cuda.cudnn_sdp_enabled()
     torch.set_num_threads(threads_of(config))
     torch.backends.cudnn.deterministic = True
+    # Its gradients differ from run to run; torch has other fused kernels.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     is_pinned = config.pin and local_rank is not None
     try:
         with pinned(local_rank or 0, config.nproc_per_node) if is_pinned else nullcontext():
@@ -49,6 +52,7 @@ def computing(config: RunConfig, local_rank: int | None = None) -> Iterator[None
     finally:
         torch.set_num_threads(threads)
         torch.backends.cudnn.deterministic = deterministic
+        torch.backends.cuda.enable_cudnn_sdp(has_cudnn_attention)
 
 
 def threads_of(config: RunConfig) -> int:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +74,7 @@ def generate(
     )
     check_fits(checkpoint.state, config, model)
     context = getattr(model, "context", language.context)
-    drawn = sample_tokens(_scores_of(config.model, model), encoded, context=context, **sampling)
+    drawn = sample_tokens(ModelScores(config.model, model), encoded, context=context, **sampling)
     return language.encoding.decode(drawn)
 
 
@@ -107,7 +107,12 @@ def sample_tokens(
     top_k: int | None = None,
     seed: int = 0,
 ) -> Iterator[int]:
-    """Yield tokens that continue a prompt; the model sees at most the last `context` ones."""
+    """Yield tokens that continue a prompt; the model sees at most the last `context` ones.
+
+    Once it has seen that many, the oldest eighth is dropped at once, because a model then computes
+    the others again.
+    """
+    dropped = max(1, context // 8)
     generator = torch.Generator().manual_seed(seed)
     seen = prompt[-context:]
     for _ in range(tokens):
@@ -123,25 +128,46 @@ def sample_tokens(
             probabilities = ((logits - logits.max()) / temperature).softmax(0)
             choice = torch.multinomial(probabilities, 1, generator=generator)[0]
         token = int(kept[choice])
-        seen = [*seen, token][-context:]
+        seen = [*seen, token]
+        if len(seen) > context:
+            seen = seen[dropped:]
         yield token
 
 
-def _scores_of(name: str, model: nn.Module) -> Scores:
-    model.eval()
+@runtime_checkable
+class CachingModel(Protocol):
+    """A model whose second argument is a cache: it then needs only the tokens that follow."""
 
-    def scores(tokens: list[int]) -> Tensor:
+    def new_cache(self) -> Any:
+        """Return an empty cache. It gets any number of tokens at first, then one at a time."""
+
+
+class ModelScores:
+    """The logits of a model; those of a `CachingModel` are computed token by token."""
+
+    def __init__(self, name: str, model: nn.Module) -> None:
+        self._name, self._model = name, model.eval()
+        self._cache: Any = None
+        self._seen: list[int] = []
+        """Tokens that the cache has."""
+
+    def __call__(self, tokens: list[int]) -> Tensor:
+        new, arguments = tokens, []
+        if isinstance(self._model, CachingModel):
+            if self._cache is not None and self._seen == tokens[:-1]:
+                new = tokens[-1:]
+            else:
+                self._cache = self._model.new_cache()
+            arguments, self._seen = [self._cache], tokens
         with torch.inference_mode():
-            outputs = model(torch.tensor([tokens]))
-        if not isinstance(outputs, Tensor) or outputs.shape[:2] != (1, len(tokens)):
+            outputs = self._model(torch.tensor([new]), *arguments)
+        if not isinstance(outputs, Tensor) or outputs.shape[:2] != (1, len(new)):
             raise UserCodeError(
-                f"model {name!r} must return logits of shape (samples, length, vocabulary)"
+                f"model {self._name!r} must return logits of shape (samples, length, vocabulary)"
                 " to generate text"
             )
         last: Tensor = outputs[0, -1]
         return last
-
-    return scores
 
 
 class Encoding(Protocol):
