@@ -123,10 +123,6 @@ FAULTS: dict[str, tuple[Callable[[], object], str]] = {
         with_vocabulary(tokens, tokens // 2, 300),
         "train_x has 300, outside the vocabulary of 300 tokens",
     ),
-    "large target": (
-        with_vocabulary(tokens // 2, tokens, 300),
-        "train_y has 300, outside the vocabulary of 300 tokens",
-    ),
     "negative token": (returning(tokens - 300, labels), "train_x must not be negative, got -300"),
     "targets of fewer samples": (
         returning(tokens, tokens[:4]),
@@ -141,14 +137,15 @@ FAULTS: dict[str, tuple[Callable[[], object], str]] = {
     "vocabulary": (with_vocabulary(tokens, labels, 0), "third value must be the size of"),
     "three splits": (lambda: ((tokens, labels),) * 3, "third value must be the size of"),
     "no feature": (returning(torch.ones(6), labels), "at least two dimensions"),
-    "float labels": (returning(floats, labels.float()), "train_y must have an integer dtype"),
-    "one-hot labels": (returning(floats, torch.eye(6).long()), "one label per sample"),
-    "label per channel": (returning(images(), torch.ones(6, 3).long()), "one label per sample"),
-    "scalar label": (returning(floats, torch.tensor(1)), "one label per sample"),
-    "lengths": (returning(floats, labels[:4]), "train_x has 6 samples but train_y has 4 labels"),
+    "scalar label": (returning(floats, torch.tensor(1)), "train_y must have the samples in its"),
+    "lengths": (returning(floats, labels[:4]), "got shape (4,) for inputs of shape (6, 2)"),
+    "complex targets": (returning(floats, labels + 0j), "integers, floats or truth values"),
+    "target that is not a number": (
+        returning(floats[:1], with_nan),
+        "train_y must be finite, but contains NaN or infinity",
+    ),
     "empty": (returning(floats[:0], labels[:0]), "train_x is empty"),
     "empty test": (returning(floats, labels, floats[:0], labels[:0]), "test_x is empty"),
-    "negative": (returning(floats, labels - 1), "train_y must not be negative, got -1"),
     "nan": (returning(with_nan, labels[:1]), "train_x must be finite"),
     "unequal splits": (
         returning(floats, labels, torch.ones(6, 3)),
@@ -165,6 +162,43 @@ def test_invalid_custom_data_is_a_one_line_error(fault: str) -> None:
     assert explanation in str(caught.value)
     assert str(caught.value).startswith("data 'mine:data': ")
     assert "\n" not in str(caught.value)
+
+
+TARGETS: dict[str, tuple[Callable[[], object], int, str]] = {
+    "floats": (returning(floats, torch.ones(6, 4)), 4, "must have an integer dtype such as int64"),
+    "one float": (returning(floats, labels.double()), 1, "int64, got float64"),
+    "truth values": (returning(floats, torch.eye(6).bool()), 6, "int64, got bool"),
+    "several labels": (returning(floats, torch.eye(6).long()), 6, "one label per sample"),
+    "label per channel": (returning(images(), torch.ones(6, 3).long()), 3, "one label per sample"),
+    "ignored labels": (returning(floats, labels - 1), 1, "must not be negative, got -1"),
+    "floats for tokens": (returning(tokens, torch.ones(6, 900)), 301, "an integer dtype"),
+    "large target": (
+        with_vocabulary(tokens // 2, tokens, 300),
+        300,
+        "has 300, outside the vocabulary of 300 tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_targets_that_are_not_classes_are_for_models_with_their_own_loss(kind: str) -> None:
+    function, classes, problem = TARGETS[kind]
+    dataset = load_custom("mine:data", function)
+    assert dataset.classes == classes
+    assert dataset.target_problem.startswith("data 'mine:data': train_y ")
+    assert problem in dataset.target_problem
+
+
+def test_classes_have_no_target_problem() -> None:
+    for function in (returning(floats, labels), returning(tokens, tokens // 2)):
+        assert not load_custom("mine:data", function).target_problem
+
+
+def test_integer_inputs_have_any_shape() -> None:
+    for inputs in (torch.arange(6), torch.arange(48).view(6, 2, 4)):
+        dataset = load_custom("mine:data", returning(inputs, labels))
+        assert dataset.has_tokens
+        assert dataset.sample_shape == inputs.shape[1:]
 
 
 @pytest.fixture

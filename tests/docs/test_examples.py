@@ -68,6 +68,40 @@ def test_own_tokens_are_learned_from_their_file(starter: PrewarmedStarter, tmp_p
     assert 2 ** (3.5 / 4) * 0.97 < metrics["perplexity"] < 2 ** (3.5 / 4) * 1.05
 
 
+def test_own_loss_fits_a_surface(starter: PrewarmedStarter, tmp_path: Path) -> None:
+    words = ["--model", "own_loss:Regressor", "--data", "own_loss:surface", "--strategy", "ring"]
+    result = train(starter, tmp_path, *words, "--optimizer", "adam", "--epochs", "5")
+    final = result["final"]
+    assert isinstance(final, dict)
+    # The variance of the heights, halved, is 0.12.
+    assert final["test_loss"] < 0.02
+    assert final["test_accuracy"] is None
+
+
+def test_model_that_returns_its_loss_learns_pairs_of_letters(
+    starter: PrewarmedStarter, tmp_path: Path
+) -> None:
+    words = ["--model", "returned_loss:Bigram", "--data", "stories", "--context", "64"]
+    words += ["--metrics", "bits_per_byte,accuracy", "--optimizer", "adamw", "--lr", "0.1"]
+    less = ["--train-samples", "2000", "--test-samples", "200", "--epochs", "2"]
+    metrics = train(starter, tmp_path, *words, *less, "--strategy", "overlap")["metrics"]
+    assert isinstance(metrics, dict)
+    # Stories have 41 characters, 5.4 bits, of which single letters explain one.
+    assert list(metrics) == ["bits_per_byte", "accuracy"]
+    assert metrics["bits_per_byte"] < 3.5
+    assert metrics["accuracy"] > 0.3
+
+
+def test_own_metrics_are_in_the_result(starter: PrewarmedStarter, tmp_path: Path) -> None:
+    words = ["--model", "own_model:Wide", "--data", "own_model:rings", "--strategy", "ring"]
+    words += ["--metrics", "own_metric:f1,own_metric:confidence"]
+    result = train(starter, tmp_path, *words, "--epochs", "4", "--lr", "0.1")
+    metrics = result["metrics"]
+    assert isinstance(metrics, dict)
+    assert list(metrics) == ["accuracy", "f1", "confidence"]
+    assert all(0.8 < value <= 1 for value in metrics.values())
+
+
 def test_own_strategy_averages_as_often_as_its_option_says(
     starter: PrewarmedStarter, tmp_path: Path
 ) -> None:

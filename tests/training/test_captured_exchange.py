@@ -45,7 +45,7 @@ def train(communicator: Communicator, name: str, options: dict[str, str], *, gra
 
     def step() -> torch.Tensor:
         clock.enter("forward")
-        loss = replica.forward(inputs).square().mean()
+        loss: torch.Tensor = replica.forward(inputs).square().mean()
         clock.enter("backward")
         strategy.backward(loss)
         strategy.step()

@@ -88,6 +88,7 @@ def one_thread() -> Iterator[None]:
 
 
 STORIES = {"data": "stories", "context": 16, "lr": 0.001, "weight_decay": 0.1}
+OWN_TASKS = "tests.training.test_own_tasks"
 
 
 def config_of(**settings: Any) -> RunConfig:
@@ -182,6 +183,8 @@ def cache_of(backend: RecordingBackend, **options: Any) -> Callable[[Replica], G
             for precision in ("fp32", "bf16")
         ),
         {"model": "gpt-nano", "model_options": {"checkpoint": "true"}, **STORIES, "clip_norm": 0.5},
+        {"model": f"{OWN_TASKS}:Height", "data": f"{OWN_TASKS}:heights", "accumulate": 2},
+        {"model": f"{OWN_TASKS}:Digits", "data": f"{OWN_TASKS}:numbers", "precision": "bf16"},
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),
 )
@@ -393,6 +396,17 @@ def test_captured_evaluation_equals_eager_evaluation(
     settings: dict[str, Any], is_resident: bool
 ) -> None:
     config = config_of(test_samples=45, eval_batch_size=10, channels_last="off", **settings)
+    check_captured_evaluation(config, is_resident)
+
+
+def test_captured_evaluation_with_own_loss_and_metrics_equals_eager_evaluation() -> None:
+    task = {"model": f"{OWN_TASKS}:Digits", "data": f"{OWN_TASKS}:numbers"}
+    metrics = f"accuracy,{OWN_TASKS}:last_logit"
+    config = config_of(**task, metrics=metrics, eval_batch_size=9, channels_last="off")
+    check_captured_evaluation(config, is_resident=True)
+
+
+def check_captured_evaluation(config: RunConfig, is_resident: bool) -> None:
     replica = Trained(config, None).replica
     strategy = create_strategy("single", {})
     strategy.setup(replica)
@@ -403,7 +417,9 @@ def test_captured_evaluation_equals_eager_evaluation(
         for graphs in (GraphCache(backend, [], warmup=1, copies=1), None)
     )
     if is_resident:
-        captured._pipelines[False] = ResidentEvaluationPipeline(dataset.test, dataset.transform, 10)
+        captured._pipelines[False] = ResidentEvaluationPipeline(
+            dataset.test, dataset.transform, config.eval_batch_size
+        )
     for _ in range(3):
         assert captured(alone=False) == eager(alone=False)
         for weight in replica.trainable:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 import paceline
 from paceline.cli import main
@@ -36,6 +37,32 @@ def counting() -> tuple[Samples, Samples, int]:
     return split, (split[0][:8], split[1][:8]), VOCABULARY
 
 
+class LikeNanoGpt(nn.Module):
+    """Returns logits and loss; without targets, the logits of the last position only."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.scores = nn.Embedding(classes, classes)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Any:
+        logits = self.scores(tokens)
+        if targets is None:
+            return logits[:, -1:], None
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class LikeHuggingFace(LikeNanoGpt):
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
+        logits, loss = super().forward(tokens, labels)
+        return {"loss": loss, "logits": logits}
+
+
+@pytest.mark.parametrize("model", ["LikeNanoGpt", "LikeHuggingFace"])
+def test_model_that_returns_its_loss_generates_text(runs: Path, model: str) -> None:
+    pieces = paceline.generate(runs / model, "abc", tokens=6, temperature=0)
+    assert "".join(pieces) == "defgh\n"
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs that learned to repeat a text and to count, and one on images."""
@@ -58,6 +85,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("numbers", numbers),
         ("without", {**text, "iterations": 1, "checkpoint_every": "never"}),
         ("images", {**images, "iterations": 1, "checkpoint_every": 1}),
+        *(
+            (model, {**text, "model": f"{__name__}:{model}", "lr": 0.1})
+            for model in ("LikeNanoGpt", "LikeHuggingFace")
+        ),
     ):
         result = paceline.train(**{**learning, **settings, "name": name})
         assert result["status"] == "finished"
@@ -130,6 +161,8 @@ def test_newest_intact_checkpoint_is_used(
         ("text", ["--seed", "x"], "--seed: must be a whole number, got 'x'"),
         ("numbers", ["--prompt", "2 7"],
          "--prompt: token 7 is not in the vocabulary of 7 tokens"),
+        ("numbers", [], "--prompt: must be token numbers separated by spaces, because the data of"
+         " the run is not text, such as --prompt 0"),
         ("numbers", ["--prompt", "abc"], "--prompt: must be token numbers separated by spaces,"
          " because the data of the run is not text, got 'abc'"),
     ],

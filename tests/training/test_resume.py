@@ -92,6 +92,17 @@ def check_resumed_equals_whole(
 
 
 @pytest.mark.parametrize(
+    ("model", "data"), [("Height", "heights"), ("Tags", "tags"), ("Digits", "numbers")]
+)
+def test_resumed_run_with_own_loss_is_bit_identical(
+    model: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = "tests.training.test_own_tasks"
+    settings = {"model": f"{own}:{model}", "data": f"{own}:{data}", "augment": ()}
+    check_resumed_equals_whole(tmp_path, 5, monkeypatch, test_samples=9, **settings)
+
+
+@pytest.mark.parametrize(
     "model",
     [
         {"model": "tests.support.user_code:NextToken"},

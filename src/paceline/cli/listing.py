@@ -13,11 +13,12 @@ from paceline.models import MODELS
 from paceline.registry import Entry
 from paceline.strategies import STRATEGIES
 from paceline.study.catalogue import Shipped
+from paceline.training import METRICS
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-SUMMARY = "list strategies, algorithms, codecs, models, data or studies"
+SUMMARY = "list strategies, algorithms, codecs, models, data, metrics or studies"
 
 KINDS: dict[str, Iterable[Entry]] = {
     "strategies": STRATEGIES,
@@ -25,6 +26,7 @@ KINDS: dict[str, Iterable[Entry]] = {
     "codecs": CODECS,
     "models": MODELS,
     "data": DATASETS,
+    "metrics": METRICS,
     "studies": Shipped(),
 }
 

@@ -175,6 +175,13 @@ class RunConfig:
         input_maximum=MOST_ITERATIONS,
         mutable_on_resume=True,
     )
+    metrics: tuple[str, ...] = setting(
+        (),
+        "budget",
+        "metrics of the test set besides those of the data, comma-separated: accuracy, perplexity,"
+        " bits_per_byte, or your own as package.module:name",
+        mutable_on_resume=True,
+    )
     eval_batch_size: int = setting(
         1000, "budget", "evaluation batch size", minimum=1, input_maximum=LARGEST_BATCH
     )

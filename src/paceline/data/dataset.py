@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from paceline.data.image_transforms import ImageTransform
@@ -14,7 +15,8 @@ from paceline.data.image_transforms import ImageTransform
 class Split:
     """Inputs and targets; the first dimension of both is the sample.
 
-    Targets are class indices of any integer dtype: one per sample, or one per position of a sample.
+    Targets are class indices of any integer dtype, one per sample or one per position of a sample,
+    or whatever the loss of the user's model takes.
     """
 
     inputs: Tensor
@@ -22,6 +24,13 @@ class Split:
 
     def __len__(self) -> int:
         return len(self.targets)
+
+    @property
+    def target_dtype(self) -> torch.dtype:
+        """Targets of a batch: int64 for integers, float32 for floats, truth values as they are."""
+        if self.targets.is_floating_point():
+            return torch.float32
+        return torch.bool if self.targets.dtype == torch.bool else torch.int64
 
     def head(self, samples: int | None) -> Split:
         """Return the first `samples` samples as views; None returns the whole split."""
@@ -49,11 +58,14 @@ class Dataset:
     train: Split
     test: Split
     classes: int
-    """For tokens, the size of the vocabulary, which contains inputs and targets."""
+    """For tokens, the size of the vocabulary; for targets that are not classes, their values per
+    sample."""
     transform: Transform | None = None
     """What the inputs are: images, tokens or, if None, floats that the model takes as is."""
     warnings: tuple[str, ...] = ()
     """Shown to the user once per run."""
+    target_problem: str = ""
+    """Why the targets are not class indices, which the cross-entropy needs; empty if they are."""
 
     @property
     def sample_shape(self) -> tuple[int, ...]:
@@ -62,6 +74,11 @@ class Dataset:
     @property
     def has_tokens(self) -> bool:
         return isinstance(self.transform, TokenTransform)
+
+    @property
+    def is_text(self) -> bool:
+        """Whether each token is a byte of text."""
+        return isinstance(self.transform, TokenTransform) and self.transform.is_bytes
 
 
 @dataclass(frozen=True, slots=True)

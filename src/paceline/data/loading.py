@@ -2,14 +2,14 @@
 
 A user-defined dataset is a function without arguments that returns
 ((train_x, train_y), (test_x, test_y)), all tensors, and for tokens optionally a third value, the
-size of the vocabulary.
+size of the vocabulary. Targets are class indices, or anything that the loss of the model takes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TypeGuard, cast
+from typing import NamedTuple, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -80,7 +80,7 @@ def _check(config: RunConfig, dataset: Dataset) -> list[str]:
         problems.append(
             f"{flag}: must be at most {limit} for a training set of {samples} samples, got {value}"
         )
-    if config.context is not None and not _is_text(dataset):
+    if config.context is not None and not dataset.is_text:
         problems.append(
             f"--context: applies to text:PATH and stories, but samples of {dataset.name} have"
             f" shape {dataset.sample_shape}"
@@ -98,10 +98,6 @@ def _check(config: RunConfig, dataset: Dataset) -> list[str]:
             if is_used
         ]
     return problems
-
-
-def _is_text(dataset: Dataset) -> bool:
-    return isinstance(dataset.transform, TokenTransform) and dataset.transform.is_bytes
 
 
 def load_custom(name: str, function: Callable[[], object]) -> Dataset:
@@ -123,17 +119,18 @@ def load_custom(name: str, function: Callable[[], object]) -> Dataset:
             f"{where}: train_x and test_x must have the same sample shape and dtype, "
             f"got {_kind(train.inputs)} and {_kind(test.inputs)}"
         )
-    if vocabulary is not None:
-        return Dataset(name, train, test, vocabulary, TokenTransform())
-    indices = [train.targets, test.targets]
+    splits = (("train", train), ("test", test))
     transform: Transform | None = None
+    sizes = []
     if _is_tokens(train.inputs, vocabulary):
         transform = TokenTransform()
-        indices += [train.inputs, test.inputs]
+        sizes = [_vocabulary_of(f"{where}: {x}_x", one.inputs, vocabulary) for x, one in splits]
     elif train.inputs.dtype == torch.uint8:
         transform = ImageTransform.from_images(train.inputs)
-    classes = max(_bounds(tensor)[1] for tensor in indices) + 1
-    return Dataset(name, train, test, classes, transform)
+    targets = [_targets_of(f"{where}: {y}_y", one, transform, vocabulary) for y, one in splits]
+    classes = vocabulary or max(*sizes, *(one.classes for one in targets))
+    problem = next((one.problem for one in targets if one.problem), "")
+    return Dataset(name, train, test, classes, transform, target_problem=problem)
 
 
 def _is_tokens(inputs: Tensor, vocabulary: int | None) -> bool:
@@ -181,51 +178,65 @@ def _check_split(
             f"{x}: uint8 images must have shape (samples, channels, height, width), "
             f"got {_shape(inputs)}; for bytes of text, also return the vocabulary, 256"
         )
-    if inputs.dim() < 2:
+    if inputs.dim() < (1 if is_tokens else 2):
         raise DataError(f"{x} must have at least two dimensions, got {_shape(inputs)}")
-    if targets.dtype == torch.bool or targets.is_floating_point() or targets.is_complex():
-        raise DataError(f"{y} must have an integer dtype such as int64, got {_dtype(targets)}")
-    if targets.dim() == 1 and len(inputs) != len(targets):
-        raise DataError(f"{x} has {len(inputs)} samples but {name}_y has {len(targets)} labels")
-    if is_tokens:
-        _check_tokens(where, name, inputs, targets, vocabulary)
-        return Split(inputs.contiguous(), targets)
-    # A label per position, such as a time step, needs a feature dimension after the positions.
-    positions = 1 if inputs.dtype == torch.uint8 else inputs.dim() - 1
-    if not targets.dim() or targets.shape != inputs.shape[: min(targets.dim(), positions)]:
+    if targets.is_complex():
+        raise DataError(f"{y} must be integers, floats or truth values, got {_dtype(targets)}")
+    if not targets.dim() or len(targets) != len(inputs):
         raise DataError(
-            f"{y} must have one label per sample, or per position of a sample of floats, "
+            f"{y} must have the samples in its first dimension, as {name}_x has, "
             f"got {_shape(targets)} for inputs of {_shape(inputs)}"
         )
-    if not inputs.numel():
-        raise DataError(f"{x} is empty: return at least one sample")
-    low, _ = _bounds(targets)
-    if low < 0:
-        raise DataError(f"{y} must not be negative, got {low}")
-    if inputs.is_floating_point() and not bool(torch.isfinite(inputs).all()):
-        raise DataError(f"{x} must be finite, but contains NaN or infinity")
+    for part, tensor in ((x, inputs), (y, targets)):
+        if not tensor.numel():
+            raise DataError(f"{part} is empty: return at least one sample")
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise DataError(f"{part} must be finite, but contains NaN or infinity")
     return Split(inputs.contiguous(), targets)
 
 
-def _check_tokens(
-    where: str, name: str, inputs: Tensor, targets: Tensor, vocabulary: int | None
-) -> None:
-    """Check that targets belong to samples, and that all indices are in the vocabulary."""
-    if not targets.dim() or len(targets) != len(inputs):
-        raise DataError(
-            f"{where}: {name}_y must have the samples in its first dimension, as {name}_x has, "
-            f"got {_shape(targets)} for inputs of {_shape(inputs)}"
+def _vocabulary_of(name: str, tokens: Tensor, vocabulary: int | None) -> int:
+    """Return the size of the smallest vocabulary that contains the tokens of a split."""
+    low, high = _bounds(tokens)
+    if low < 0:
+        raise DataError(f"{name} must not be negative, got {low}")
+    if vocabulary is not None and high >= vocabulary:
+        raise DataError(f"{name} has {high}, outside the vocabulary of {vocabulary} tokens")
+    return high + 1
+
+
+class _Targets(NamedTuple):
+    classes: int
+    """Of targets that are not classes: the values per sample, or 0 for tokens."""
+    problem: str = ""
+    """Why they are not classes."""
+
+
+def _targets_of(
+    name: str, split: Split, transform: Transform | None, vocabulary: int | None
+) -> _Targets:
+    inputs, targets = split.inputs, split.targets
+    values = 0 if isinstance(transform, TokenTransform) else targets[0].numel()
+    if split.target_dtype != torch.int64:
+        return _Targets(
+            values, f"{name} must have an integer dtype such as int64, got {_dtype(targets)}"
         )
-    for part, tensor in (("x", inputs), ("y", targets)):
-        if not tensor.numel():
-            raise DataError(f"{where}: {name}_{part} is empty: return at least one token")
-        low, high = _bounds(tensor)
-        if low < 0:
-            raise DataError(f"{where}: {name}_{part} must not be negative, got {low}")
-        if vocabulary is not None and high >= vocabulary:
-            raise DataError(
-                f"{where}: {name}_{part} has {high}, outside the vocabulary of {vocabulary} tokens"
-            )
+    # A label per position, such as a time step, needs a feature dimension after the positions.
+    positions = 1 if isinstance(transform, ImageTransform) else inputs.dim() - 1
+    is_labeled = targets.shape == inputs.shape[: min(targets.dim(), positions)]
+    if not isinstance(transform, TokenTransform) and not is_labeled:
+        return _Targets(
+            values,
+            f"{name} must have one label per sample, or per position of a sample of floats, "
+            f"got {_shape(targets)} for inputs of {_shape(inputs)}",
+        )
+    low, high = _bounds(targets)
+    problem = ""
+    if low < 0:
+        problem = f"{name} must not be negative, got {low}"
+    elif vocabulary is not None and high >= vocabulary:
+        problem = f"{name} has {high}, outside the vocabulary of {vocabulary} tokens"
+    return _Targets(max(high + 1, 1), problem)
 
 
 def _bounds(tensor: Tensor) -> tuple[int, int]:

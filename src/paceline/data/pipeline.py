@@ -56,7 +56,7 @@ class InputPipeline:
         self._epoch_params: tuple[int, AugmentParams] | None = None
 
     def batch(self, epoch: int, index: int, part: slice | None = None) -> tuple[Tensor, Tensor]:
-        """Return inputs and int64 targets of global batch `index`, or of the slice `part` of it."""
+        """Return inputs and targets of global batch `index`, or of the slice `part` of it."""
         self.seek(epoch, index)
         return self.gather(part)
 
@@ -66,11 +66,12 @@ class InputPipeline:
         self._samples = self.order.batch_samples(index)
 
     def gather(self, part: slice | None = None) -> tuple[Tensor, Tensor]:
-        """Return inputs and int64 targets of the selected batch, or of the slice `part` of it."""
+        """Return inputs and targets of the selected batch, or of the slice `part` of it."""
         begin, end = bounds_of(part, self._samples)
         chosen = slice(self._first + begin, self._first + end)
         rows = self.order.permutation(self._epoch)[chosen]
-        targets = self._split.targets.index_select(0, rows).to(self._device, torch.int64)
+        targets = self._split.targets.index_select(0, rows)
+        targets = targets.to(self._device, self._split.target_dtype)
         if self._augmenter is None:
             inputs = self._split.inputs.index_select(0, rows)
         else:
@@ -122,9 +123,9 @@ class EvaluationPipeline:
         self._first = first
 
     def gather(self, samples: int) -> tuple[Tensor, Tensor]:
-        """Return inputs and int64 targets."""
+        """Return inputs and targets."""
         chosen = slice(self._first, self._first + samples)
-        targets = self._split.targets[chosen].to(self._device, torch.int64)
+        targets = self._split.targets[chosen].to(self._device, self._split.target_dtype)
         return self._convert(self._split.inputs[chosen]), targets
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:

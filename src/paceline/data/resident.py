@@ -92,7 +92,7 @@ class ResidentPipeline(InputPipeline):
         begin, end = bounds_of(part, self._samples)
         entries = self._table.index_select(0, self._position + self._offsets[begin:end])
         rows = entries[:, 0]
-        targets = self._targets.index_select(0, rows).to(torch.int64)
+        targets = self._targets.index_select(0, rows).to(self._split.target_dtype)
         if self._windows is None:
             inputs = self._inputs.index_select(0, rows)
         else:
@@ -124,7 +124,7 @@ class ResidentEvaluationPipeline(EvaluationPipeline):
 
     def gather(self, samples: int) -> tuple[Tensor, Tensor]:
         rows = self._position + self._offsets[:samples]
-        targets = self._split.targets.index_select(0, rows).to(torch.int64)
+        targets = self._split.targets.index_select(0, rows).to(self._split.target_dtype)
         return self._convert(self._split.inputs.index_select(0, rows)), targets
 
 

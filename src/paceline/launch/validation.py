@@ -11,6 +11,7 @@ from paceline.models import MODELS
 from paceline.models.build import model_options
 from paceline.strategies import STRATEGIES, create_strategy
 from paceline.strategies.strategy import ServerStrategy, Strategy
+from paceline.training import METRICS
 
 
 def validate(config: RunConfig) -> Strategy:
@@ -23,6 +24,7 @@ def validate(config: RunConfig) -> Strategy:
         (MODELS.check, config.model),
         (DATASETS.check, config.data),
         (STRATEGIES.check, config.strategy),
+        *((METRICS.check, name) for name in config.metrics),
     ):
         try:
             check(name)
@@ -32,6 +34,8 @@ def validate(config: RunConfig) -> Strategy:
         raise ConfigError(problems)
     MODELS.load(config.model)
     DATASETS.load(config.data)
+    for name in config.metrics:
+        METRICS.load(name)
     return check_parts(config)
 
 

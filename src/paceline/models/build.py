@@ -88,7 +88,7 @@ def initialize_from_data(
         with seeded(seed):
             model.initialize_from(first_inputs(model.init_samples))
     except Exception as error:
-        cause = f"{whole_error_line(error)}{_location(error, type(model))}"
+        cause = f"{whole_error_line(error)}{location_in(type(model), error)}"
         raise UserCodeError(f"cannot initialize model {name!r} from data: {cause}") from error
 
 
@@ -150,7 +150,7 @@ def _build_custom_model(
     except PacelineError:
         raise
     except Exception as error:
-        cause = f"{whole_error_line(error)}{_location(error, factory)}"
+        cause = f"{whole_error_line(error)}{location_in(factory, error)}"
         raise UserCodeError(f"cannot build model {name!r}: {cause}") from error
     if not isinstance(model, nn.Module):
         raise UserCodeError(
@@ -159,9 +159,9 @@ def _build_custom_model(
     return model
 
 
-def _location(error: Exception, factory: Callable[..., object]) -> str:
-    """Return the last line of the factory's file in the traceback, or an empty string."""
-    module = sys.modules.get(getattr(factory, "__module__", ""))
+def location_in(code: Callable[..., object], error: Exception) -> str:
+    """Return the last line of a user's file in a traceback, such as " (mine.py:3)", or nothing."""
+    module = sys.modules.get(getattr(code, "__module__", ""))
     file = getattr(module, "__file__", None)
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if file and frame.filename == file]

@@ -71,6 +71,13 @@ def views_text(result: Result) -> str:
     return f" (mean over {views} views)" if views > 1 else ""
 
 
+def _accuracy(result: Result) -> str:
+    accuracy = result["final"].get("test_accuracy")
+    if accuracy is None:
+        return ""
+    return f"accuracy {formatting.number(accuracy)}{views_text(result)}, "
+
+
 def _more_metrics(result: Result) -> str:
     return "".join(
         f", {name.replace('_', ' ')} {formatting.number(value)}"
@@ -83,13 +90,12 @@ def summary_rows(result: Result, step_seconds: float | None) -> list[tuple[str, 
     """`step_seconds`: of an asynchronous run, as in a report."""
     final, checkpoints = result["final"], result["checkpoints"]
     rows = [("status", result["status"])]
-    test_accuracy, test_loss = final.get("test_accuracy"), final.get("test_loss")
-    if test_accuracy is not None or test_loss is not None:
+    if final.get("test_loss") is not None:
         rows.append(
             (
                 "test set",
-                f"accuracy {formatting.number(test_accuracy)}{views_text(result)},"
-                f" loss {formatting.number(test_loss)}{_more_metrics(result)};"
+                f"{_accuracy(result)}loss {formatting.number(final['test_loss'])}"
+                f"{_more_metrics(result)};"
                 f" training loss {formatting.number(final.get('train_loss'))}",
             )
         )

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # not in __all__
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from paceline.comm.background import CommunicationThread
 from paceline.comm.communicator import Communicator, format_ranks
@@ -112,25 +113,23 @@ class Ddp(GradientAveraging):
         # DDP's all-reduces run in torch's default group, which has a watchdog of its own.
         return [self._communicator.traffic, *meters]
 
-    def _forward(self, inputs: Tensor) -> Tensor:
+    def _forward(self, *inputs: Any, **targets: Any) -> Any:
         if not torch.is_grad_enabled():
-            return self._plain_forward(inputs)
+            return self._plain_forward(*inputs, **targets)
         if self._needs_dry_run:
-            self._dry_run(inputs)
+            self._dry_run(*inputs, **targets)
         # DDP reads this flag in the forward pass.
         self._wrapped.require_backward_grad_sync = self.replica.is_last_microbatch
         try:
-            outputs = self._wrapped(inputs)
+            return self._wrapped(*inputs, **targets)
         except RuntimeError as error:
             if "finished reduction in the prior iteration" in str(error):
                 raise RunError(
                     "--strategy ddp: some weights are unused in the loss: add -o find_unused=true"
                 ) from None
             raise self._translate(error) from None
-        assert isinstance(outputs, Tensor)
-        return outputs
 
-    def _dry_run(self, inputs: Tensor) -> None:
+    def _dry_run(self, *inputs: Any, **targets: Any) -> None:
         """Run a forward and backward pass without side effects, so that DDP has its final buckets.
 
         DDP rebuilds its buckets after the first pass. A resumed run must start with the final ones,
@@ -139,8 +138,11 @@ class Ddp(GradientAveraging):
         self._needs_dry_run = False
         buffers = [(buffer, buffer.clone()) for buffer in self.replica.model.buffers()]
         self._wrapped.require_backward_grad_sync = self._is_dry_run = True
-        with torch.random.fork_rng([inputs.device] if inputs.is_cuda else []):
-            self._wrapped(inputs).sum().backward()
+        device = self.replica.trainable[0].device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            outputs = tree_leaves(self._wrapped(*inputs, **targets))
+            trained = [one for one in outputs if isinstance(one, Tensor) and one.requires_grad]
+            torch.autograd.backward([one.sum() for one in trained])
         self._is_dry_run = False
         for buffer, before in buffers:
             buffer.copy_(before)

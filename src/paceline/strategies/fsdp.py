@@ -24,12 +24,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from paceline.comm.buffers import chunk
 from paceline.comm.cost import Cost, Network
 from paceline.comm.torch_distributed import TorchCommunicator
 from paceline.config import RunConfig
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, UserCodeError
 from paceline.strategies.replica import Replica
 from paceline.strategies.sharded import (
     ParameterShard,
@@ -186,7 +187,7 @@ class Fsdp(Strategy):
         self.optimizer = ShardedOptimizer(replica, weights, self._shards, replica.communicator)
         self._weights = weights
 
-    def _forward(self, inputs: Tensor) -> Tensor:
+    def _forward(self, *inputs: Any, **targets: Any) -> Any:
         if torch.is_grad_enabled() and self.replica.is_last_microbatch != self._is_last_microbatch:
             # Weights are gathered for the first microbatch and kept until the last, so ranks with
             # different numbers of microbatches run the same collectives.
@@ -195,8 +196,13 @@ class Fsdp(Strategy):
             for module in self._modules:
                 module.set_requires_gradient_sync(self._is_last_microbatch, recurse=False)
                 module.set_reshard_after_backward(self._is_last_microbatch, recurse=False)
-        outputs = self._model(inputs)
-        assert isinstance(outputs, Tensor)
+        outputs = self._model(*inputs, **targets)
+        # fully_shard finds the tensors whose gradients start the backward pass of the model.
+        if not any(isinstance(one, Tensor) for one in tree_leaves(outputs)):
+            raise UserCodeError(
+                f"--strategy fsdp: the model returned {type(outputs).__name__}: return a tensor,"
+                " or a tuple, list or dict of tensors"
+            )
         return outputs
 
     def _keep_after_forward(self, keep: bool) -> None:

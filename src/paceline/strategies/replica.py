@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -85,7 +86,7 @@ class Replica:
     model: nn.Module
     optimizer: Optimizer
     clock: PhaseClock
-    forward: Callable[[Tensor], Tensor]
+    forward: Callable[..., Any]
     """The function that the loop calls: the model, possibly compiled or wrapped."""
     scaler: torch.amp.GradScaler
     """Scales fp16 losses; disabled for other precisions."""

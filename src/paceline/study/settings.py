@@ -15,6 +15,7 @@ from paceline.errors import ConfigError, UnknownNameError, shown, suggest
 from paceline.models import MODELS
 from paceline.strategies import STRATEGIES
 from paceline.study.yaml_nodes import Diagnostics, YamlNode
+from paceline.training import METRICS
 
 CLUSTER_KEYS = ("nodes", "cpus", "bandwidth", "latency", "slow")
 SET_BY_THE_STUDY = ("out", "name")
@@ -121,11 +122,17 @@ class Settings:
             except UnknownNameError as error:
                 problems.add(self._origins.get(name, location), str(error))
         try:
-            return from_mapping(self.mapping())
+            config = from_mapping(self.mapping())
         except ConfigError as error:
             for text in error.problems:
                 self.report(text, location, cell, problems)
             return None
+        for metric in config.metrics:
+            try:
+                METRICS.check(metric)
+            except UnknownNameError as error:
+                problems.add(self._origins.get("metrics", location), str(error))
+        return config
 
     def report(self, text: str, location: YamlNode, cell: str, problems: Diagnostics) -> None:
         """Add a problem with flags as setting names, at the line of the first setting it names."""

@@ -6,15 +6,16 @@ import math
 import os
 import sys
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TextIO
 
 COLUMNS_VARIABLE = "PACELINE_COLUMNS"
 """Width of the terminal if another process displays the output of this one."""
-COLUMNS = "   epoch  rank test loss test acc         lr    wall s  samples/s"
 MAX_BAR_COLUMNS = 18
 MAX_FIXED_LOSS = 1e4
 """Larger losses do not fit the column with four decimals."""
+FOLLOW_FROM_LOSS = ("perplexity", "bits_per_byte")
 
 
 @dataclass(slots=True)
@@ -26,7 +27,8 @@ class Status:
     loss: float
     learning_rate: float
     samples_per_second: float
-    accuracy: float | None
+    metrics: Mapping[str, float | None]
+    """Of the last evaluation."""
     seconds_left: float
 
 
@@ -35,7 +37,7 @@ class Display(Protocol):
         """Show the status; called about twice per second."""
 
     def evaluation(self, entry: dict[str, Any]) -> None:
-        """Print one row: epoch, rank, loss, accuracy, learning rate, wall time and throughput."""
+        """Print one row: epoch, rank, loss, metrics, learning rate, wall time and throughput."""
 
     def say(self, text: str) -> None:
         """Print a permanent line."""
@@ -65,7 +67,7 @@ class PlainDisplay:
 
     def evaluation(self, entry: dict[str, Any]) -> None:
         if not self._has_header:
-            self.say(COLUMNS)
+            self.say(_header(entry))
             self._has_header = True
         self.say(_row(entry))
 
@@ -115,7 +117,7 @@ class LiveDisplay:
 
     def evaluation(self, entry: dict[str, Any]) -> None:
         if not self._has_header:
-            self._console.print(COLUMNS, style="bold")
+            self._console.print(_header(entry), style="bold")
             self._has_header = True
         self._console.print(_row(entry))
 
@@ -136,24 +138,47 @@ def open_display(quiet: bool = False) -> Display:
 
 
 def _describe(status: Status) -> str:
-    accuracy = "" if status.accuracy is None else f" acc {status.accuracy:.4f}"
+    # The first is the accuracy, if there is one; more would not fit.
+    shown = [*_shown(status.metrics).items()][:1]
+    metric = "".join(f" {title.removeprefix('test ')} {text}" for title, text in shown)
     left = _duration(status.seconds_left)
     return (
-        f"{status.iteration}/{status.iterations} loss {_loss(status.loss)}{accuracy}"
+        f"{status.iteration}/{status.iterations} loss {_number(status.loss)}{metric}"
         f" lr {status.learning_rate:.2g} {status.samples_per_second:,.0f} samples/s {left} left"
     )
 
 
+def _header(entry: dict[str, Any]) -> str:
+    return "".join(f"{title:>{width}}" for title, width, _ in _columns(entry))
+
+
 def _row(entry: dict[str, Any]) -> str:
-    return (
-        f"{entry['epoch']:>8.2f}{entry['rank']:>6}{_loss(entry['test_loss']):>10}"
-        f"{entry['test_accuracy']:>9.4f}{entry['learning_rate']:>11.3g}"
-        f"{entry['wall_seconds']:>10.1f}{entry['samples_per_second']:>11,.0f}"
-    )
+    return "".join(f"{text:>{width}}" for _, width, text in _columns(entry))
 
 
-def _loss(value: float) -> str:
-    """Format a loss so that it fits its column."""
+def _columns(entry: dict[str, Any]) -> Iterator[tuple[str, int, str]]:
+    """Title, width and text of each column."""
+    yield "epoch", 8, f"{entry['epoch']:.2f}"
+    yield "rank", 6, str(entry["rank"])
+    yield "test loss", 10, _number(entry["test_loss"])
+    for title, text in _shown(entry["metrics"]).items():
+        yield title, max(9, len(title) + 2), text
+    yield "lr", 11, f"{entry['learning_rate']:.3g}"
+    yield "wall s", 10, f"{entry['wall_seconds']:.1f}"
+    yield "samples/s", 11, f"{entry['samples_per_second']:,.0f}"
+
+
+def _shown(metrics: Mapping[str, float | None]) -> dict[str, str]:
+    """Return title and text of each metric that does not follow from the loss beside it."""
+    return {
+        "test acc" if name == "accuracy" else name: "-" if value is None else _number(value)
+        for name, value in metrics.items()
+        if name not in FOLLOW_FROM_LOSS
+    }
+
+
+def _number(value: float) -> str:
+    """Format a loss or a metric so that it fits its column."""
     return f"{value:.4f}" if abs(value) < MAX_FIXED_LOSS else f"{value:.3e}"
 
 

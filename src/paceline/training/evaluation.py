@@ -18,8 +18,8 @@ from paceline.data.sampling import shard_bounds
 from paceline.strategies.replica import Replica, synchronize_buffers
 from paceline.strategies.strategy import Strategy
 from paceline.training.cuda_graph import GraphCache
-from paceline.training.loss import count_correct, cross_entropy
-from paceline.training.metrics import metrics_of
+from paceline.training.loss import loss_of
+from paceline.training.metrics import Metrics
 from paceline.training.views import averaged_over_views
 
 
@@ -45,12 +45,14 @@ class Evaluator:
         self._autocast = autocast
         self._graphs = graphs
         self._forward = averaged_over_views(replica.forward, config.eval_views)
-        self._totals = torch.zeros(2, dtype=torch.float64, device=device)
-        """Sum of the losses and number of correct predictions."""
+        self._loss = loss_of(replica.model)
+        self._metrics = Metrics(config, dataset, self._loss)
+        self._totals = torch.zeros(1 + self._metrics.size, dtype=torch.float64, device=device)
+        """Sum of the losses and sums of the metrics."""
         self._pipelines: dict[bool, EvaluationPipeline] = {}
 
     def __call__(self, alone: bool) -> tuple[float, dict[str, float | None]]:
-        """Return the mean cross-entropy and the metrics of the test set.
+        """Return the mean loss and the metrics of the test set.
 
         Each rank evaluates a shard of the test set, or, with `alone`, this rank all of it.
         """
@@ -64,8 +66,10 @@ class Evaluator:
             sums = self._sum_up(self._pipelines[alone], alone)
         if communicator is not None and communicator.world_size > 1:
             communicator.all_reduce(sums, "metrics").wait()
-        loss, correct, count = sums.tolist()
-        return loss / count, metrics_of(self._dataset, loss / count, correct / count)
+        loss, *metric_sums, samples = sums.tolist()
+        target = self._dataset.test.targets[0]
+        loss /= samples * self._loss.predictions(target)
+        return loss, self._metrics.values(loss, metric_sums, samples * target.numel())
 
     def _open_pipeline(self, communicator: Communicator | None) -> EvaluationPipeline:
         test = self._dataset.test
@@ -81,12 +85,12 @@ class Evaluator:
         )
 
     def _sum_up(self, pipeline: EvaluationPipeline, alone: bool) -> Tensor:
-        """Return the sum of losses, the number of correct and of all predictions, on the CPU."""
+        """Return the sums of losses and metrics, and the number of samples, on the CPU."""
         model = self._replica.model
         was_training = model.training
         model.eval()
         self._totals.zero_()
-        predictions = 0
+        evaluated = 0
         with torch.inference_mode():
             for first, samples in pipeline.batches:
                 pipeline.seek(first)
@@ -95,13 +99,19 @@ class Evaluator:
                     self._graphs.run((alone, samples), add)
                 else:
                     add()
-                predictions += samples * self._dataset.test.targets[0].numel()
+                evaluated += samples
         model.train(was_training)
-        return torch.cat([self._totals.cpu(), torch.tensor([predictions], dtype=torch.float64)])
+        return torch.cat([self._totals.cpu(), torch.tensor([evaluated], dtype=torch.float64)])
 
     def _add(self, pipeline: EvaluationPipeline, samples: int) -> Tensor:
         inputs, targets = pipeline.gather(samples)
-        logits = self._forward(inputs).float()
-        loss = cross_entropy(logits, targets, reduction="sum")
-        self._totals.add_(torch.stack([loss.double(), count_correct(logits, targets).double()]))
+        loss, outputs = self._loss.evaluate(self._forward, inputs, targets)
+        sums = [loss, *self._metrics.sums(outputs, targets)]
+        self._totals.add_(torch.stack([self._as_total(one) for one in sums]))
         return self._totals
+
+    def _as_total(self, value: Tensor | float) -> Tensor:
+        if isinstance(value, Tensor):
+            return value.to(self._totals)
+        # Filled on the device: a copy from the CPU could not be captured.
+        return torch.full_like(self._totals[0], value)

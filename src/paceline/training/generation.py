@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import codecs
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Protocol, runtime_checkable
@@ -161,7 +162,14 @@ class ModelScores:
             arguments, self._seen = [self._cache], tokens
         with torch.inference_mode():
             outputs = self._model(torch.tensor([new]), *arguments)
-        if not isinstance(outputs, Tensor) or outputs.shape[:2] != (1, len(new)):
+        # A model that also computes its loss returns None for it here, and may return the logits
+        # of the last position only.
+        if isinstance(outputs, tuple | list):
+            outputs = next((one for one in outputs if one is not None), None)
+        elif isinstance(outputs, Mapping):
+            outputs = outputs.get("logits", outputs.get("outputs"))
+        is_logits = isinstance(outputs, Tensor) and outputs.dim() == 3 and len(outputs) == 1
+        if not is_logits or outputs.shape[1] not in (1, len(new)):
             raise UserCodeError(
                 f"model {self._name!r} must return logits of shape (samples, length, vocabulary)"
                 " to generate text"
@@ -199,15 +207,16 @@ class Numbers:
     """Tokens are written as numbers, because their text is unknown."""
 
     def encode(self, text: str) -> list[int]:
-        try:
-            return [int(word) for word in text.split()]
-        except ValueError:
-            raise ConfigError(
-                [
-                    "--prompt: must be token numbers separated by spaces, because the data of the"
-                    f" run is not text, got {shown(text)}"
-                ]
-            ) from None
+        with suppress(ValueError):
+            if tokens := [int(word) for word in text.split()]:
+                return tokens
+        got = f", got {shown(text)}" if text.strip() else ", such as --prompt 0"
+        raise ConfigError(
+            [
+                "--prompt: must be token numbers separated by spaces, because the data of the run"
+                f" is not text{got}"
+            ]
+        )
 
     def decode(self, tokens: Iterable[int]) -> Iterator[str]:
         for token in tokens:
@@ -230,7 +239,8 @@ def _language(run: str | Path, config: RunConfig) -> Language:
         return Language(VOCABULARY, config.context or DEFAULT_CONTEXT, Utf8())
     if entry is None:
         dataset = load_dataset(config)
-        if dataset.has_tokens and dataset.train.targets.shape == dataset.train.inputs.shape:
+        inputs, targets = dataset.train.inputs, dataset.train.targets
+        if dataset.has_tokens and inputs.dim() == 2 and targets.shape == inputs.shape:
             return Language(dataset.classes, dataset.sample_shape[-1], Numbers())
     raise DataError(f"{run} is not a language model: its data is {config.data}, not text or tokens")
 

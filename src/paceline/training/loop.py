@@ -74,7 +74,7 @@ class TrainingLoop:
         save_checkpoint: Callable[[], None] | None = None,
         tracer: Tracer | None = None,
     ) -> None:
-        """`evaluate(alone)` returns test loss and accuracy, computed by one rank or by all."""
+        """`evaluate(alone)` returns test loss and metrics, computed by one rank or by all."""
         self.progress = progress
         self._totals = totals
         self._step = step
@@ -214,7 +214,7 @@ class TrainingLoop:
             "epoch": progress.iteration / self._per_epoch,
             "seconds": trained_seconds,
             "test_loss": loss,
-            "test_accuracy": metrics["accuracy"],
+            "test_accuracy": metrics.get("accuracy"),
             "metrics": dict(metrics),
             "train_loss": self._logger.train_loss,
             "learning_rate": self._step.learning_rate,

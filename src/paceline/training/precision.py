@@ -29,7 +29,7 @@ from paceline.errors import error_line
 from paceline.models.build import seeded
 from paceline.records import format_name
 from paceline.training.cuda_graph import GraphBackend
-from paceline.training.loss import cross_entropy
+from paceline.training.loss import loss_of
 
 MIN_GAIN = 0.05
 """A format replaces a simpler one only if its step is shorter by this fraction."""
@@ -275,13 +275,12 @@ class GpuStepTimer:
         )
         inputs, targets = pipeline.gather(samples)
         context = autocast(chosen.precision, self._device)
+        loss_in_training = loss_of(model, self._config.label_smoothing)
 
         def step() -> Tensor:
             model.zero_grad()
             with context:
-                loss = cross_entropy(
-                    model(inputs), targets, label_smoothing=self._config.label_smoothing
-                )
+                loss = loss_in_training(model, inputs, targets)
             loss.backward()
             return loss.detach()
 

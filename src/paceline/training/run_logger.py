@@ -56,7 +56,7 @@ class RunLogger:
         self.events = events
         self.display = display
         self.seconds_spent = 0.0
-        self.last_accuracy: float | None = None
+        self._last_metrics: dict[str, float | None] = {}
         self.recent_losses: deque[float] = deque(maxlen=LOSSES_IN_MEAN)
         self._tensorboard = tensorboard
         self._total = total_iterations
@@ -137,7 +137,7 @@ class RunLogger:
                 loss=mean_loss,
                 learning_rate=block.rate,
                 samples_per_second=samples_per_second,
-                accuracy=self.last_accuracy,
+                metrics=self._last_metrics,
                 seconds_left=(self._total - done) * spent / len(losses),
             )
         )
@@ -163,7 +163,7 @@ class RunLogger:
                 tensorboard.add(f"phases/{name}", seconds / total, iteration)
 
     def evaluation(self, entry: dict[str, Any]) -> None:
-        self.last_accuracy = entry["test_accuracy"]
+        self._last_metrics = entry["metrics"]
         self.events.write("evaluation", **entry)
         self.display.evaluation(entry)
         if self._tensorboard:

@@ -193,13 +193,13 @@ class Batches:
 class _Wrapped(nn.Module):
     """The user's model, called through the wrapper of the strategy."""
 
-    def __init__(self, model: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, model: nn.Module, forward: Callable[..., Any]) -> None:
         super().__init__()
         self.model = model
         self._call = forward
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self._call(inputs)
+    def forward(self, *inputs: Any, **targets: Any) -> Any:
+        return self._call(*inputs, **targets)
 
 
 def _fetching(dataset: Samples, device: torch.device) -> tuple[Callable[[Tensor], Any], int]:

@@ -21,7 +21,7 @@ from paceline.strategies.replica import Replica
 from paceline.strategies.strategy import Strategy
 from paceline.training.coordination import StepCoordinator
 from paceline.training.cuda_graph import GraphCache
-from paceline.training.loss import cross_entropy
+from paceline.training.loss import loss_of
 from paceline.training.optimizer import learning_rate, set_learning_rate
 
 
@@ -68,7 +68,7 @@ class TrainStep:
         self._clock = replica.clock
         self._schedule = learning_rate(config, self.batches_per_epoch)
         self._accumulate = config.accumulate
-        self._label_smoothing = config.label_smoothing
+        self._loss = loss_of(replica.model, config.label_smoothing)
         world_size = replica.communicator.world_size
         self._is_alone = world_size == 1
         self._has_sync_layers = config.sync_bn and world_size > 1
@@ -100,9 +100,7 @@ class TrainStep:
         """
         began = self._clock.enter("forward")
         with self._autocast:
-            loss = cross_entropy(
-                self.replica.forward(inputs), targets, label_smoothing=self._label_smoothing
-            )
+            loss = self._loss(self.replica.forward, inputs, targets)
         if self._slowdown:
             self._emulate_slow_rank(began)
         turned = self._clock.enter("backward")

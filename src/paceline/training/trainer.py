@@ -41,7 +41,7 @@ from paceline.measure.phase_clock import CudaPhaseClock, PhaseClock, clock_for
 from paceline.measure.startup import StartupTimer
 from paceline.measure.tensorboard import TensorBoardWriter
 from paceline.measure.trace import Tracer
-from paceline.models.build import GroupedModel, build_model, initialize_from_data
+from paceline.models.build import GroupedModel, build_model, initialize_from_data, seeded
 from paceline.records import EventWriter, RunFolder, numerics_text
 from paceline.strategies import create_strategy
 from paceline.strategies.replica import Replica
@@ -62,6 +62,8 @@ from paceline.training.device import choose_device, computing, side_stream
 from paceline.training.display import Display
 from paceline.training.evaluation import Evaluator
 from paceline.training.loop import StopRequest, TrainingLoop
+from paceline.training.loss import Loss, loss_of
+from paceline.training.metrics import Metrics
 from paceline.training.optimizer import build_optimizer
 from paceline.training.precision import Choice, GpuStepTimer, autocast, resolve
 from paceline.training.rank_report import RankReport, RunTotals, account_of, explain, weights_sha256
@@ -112,7 +114,29 @@ def prepare(
     initialize_from_data(config.model, model, first_inputs, config.seed)
     if not any(weight.requires_grad for weight in model.parameters()):
         raise UserCodeError(f"model {config.model!r} has no weights to train")
+    loss = loss_of(model)
+    loss.check(config, dataset)
+    metrics = Metrics(config, dataset, loss)
+    if config.metrics:
+        _try_metrics(config, dataset, model, loss, metrics)
     return Prepared(dataset, model, strategy, device)
+
+
+def _try_metrics(
+    config: RunConfig, dataset: Dataset, model: nn.Module, loss: Loss, metrics: Metrics
+) -> None:
+    """Raise UserCodeError for a metric that fails, which would otherwise show after an epoch."""
+    head = dataset.test.head(2)
+    inputs, targets = EvaluationPipeline(head, dataset.transform, 2).gather(len(head))
+    model.eval()
+    try:
+        with torch.inference_mode(), seeded(config.seed):
+            outputs = loss.evaluate(model, inputs, targets)[1]
+    except Exception:  # noqa: BLE001 - a model may need a GPU; the first step shows other errors
+        return
+    finally:
+        model.train()
+    metrics.sums(outputs, targets)
 
 
 def check_work_is_left(
