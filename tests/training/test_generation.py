@@ -80,16 +80,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = {"data": f"text:{out / 'text.txt'}", "context": 12}
     numbers = {"data": f"{__name__}:counting"}
     images = {"model": "lenet", "data": "digits", "train_samples": 32, "test_samples": 16}
-    for name, settings in (
+    returning = ("LikeNanoGpt", "LikeHuggingFace")
+    cases: list[tuple[str, dict[str, Any]]] = [
         ("text", text),
         ("numbers", numbers),
         ("without", {**text, "iterations": 1, "checkpoint_every": "never"}),
         ("images", {**images, "iterations": 1, "checkpoint_every": 1}),
-        *(
-            (model, {**text, "model": f"{__name__}:{model}", "lr": 0.1})
-            for model in ("LikeNanoGpt", "LikeHuggingFace")
-        ),
-    ):
+        *((name, {**text, "model": f"{__name__}:{name}", "lr": 0.1}) for name in returning),
+    ]
+    for name, settings in cases:
         result = paceline.train(**{**learning, **settings, "name": name})
         assert result["status"] == "finished"
     # The path of the text is not needed any more.
