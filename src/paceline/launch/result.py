@@ -15,6 +15,7 @@ from paceline.launch.messages import MalformedError, clean
 from paceline.launch.termination import Termination, root_cause
 from paceline.measure.machine import cores_usable, hardware, software
 from paceline.measure.resources import summarize
+from paceline.measure.trace_file import merge_traces
 from paceline.records import SCHEMA, Result, RunFolder, is_number, read_lines
 from paceline.training.rank_report import RankReport
 
@@ -78,6 +79,10 @@ def write_result(
     `more` are keys that only some launchers add.
     """
     result = {**assemble(settings, folder, reports, termination), **more}
+    try:
+        merge_traces(folder, [report.worker["rank"] for report in reports])
+    except OSError as error:
+        result["warnings"].append(f"the trace of all ranks is missing: {error.strerror}")
     try:
         folder.write_result(result)
     except RunError as error:

@@ -1,32 +1,16 @@
-"""Trace of selected iterations: start and end of each phase and each transfer.
-
-The file uses the Trace Event Format, which Perfetto and chrome://tracing open. Each worker is one
-process: thread 0 holds the phases, thread 1 the transfers, and threads 2 and up hold concurrent
-transfers, because events of one thread must not overlap. Times are in microseconds since the start
-of the first traced iteration. Additional keys allow aligning the traces of several workers:
-
-    began_seconds          that start, on the clock of rank 0
-    clock_offset_seconds   estimated offset that was added to the clock of this worker
-    iterations             iteration number, ts and dur of each
-"""
+"""Trace of selected iterations: start and end of each phase and each transfer."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable
-from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 from paceline.measure.kernel_time import KernelTimer
 from paceline.measure.phase_clock import PhaseClock, PhaseLog, Span
+from paceline.measure.trace_file import TraceEvent, write_trace
 from paceline.measure.traffic import CountedTransfer, Traffic
-from paceline.records import SCHEMA, write_json
 
 WARM_UP_ITERATIONS = 10
 """Skipped if the run has enough iterations, because the first ones include warm-up."""
-
-PHASES_THREAD, FIRST_TRANSFERS_THREAD = 0, 1
 
 
 class Tracer:
@@ -90,96 +74,32 @@ class Tracer:
         self._stop()
         if self._log is None or not self._log.steps:
             return
-        steps = self._log.steps
-        timeline = _Timeline(steps, self._first, rank)
-        events = timeline.phases(self._log.phases) + timeline.transfers(self._transfers)
-        write_json(
+        write_trace(
             path,
-            {
-                "schema": SCHEMA,
-                "rank": rank,
-                "node": node,
-                "began_seconds": steps[0].began + offset_seconds,
-                "clock_offset_seconds": offset_seconds,
-                "iterations": [
-                    {"iteration": number, **timeline.when(step.began, step.ended)}
-                    for number, step in enumerate(steps, self._first)
-                ],
-                "displayTimeUnit": "ms",
-                "traceEvents": timeline.names(events) + events,
-            },
+            rank,
+            node,
+            offset_seconds=offset_seconds,
+            first_iteration=self._first,
+            steps=[_event(span) for span in self._log.steps],
+            phases=[_event(span) for span in self._log.phases],
+            transfers=[
+                _transfer(transfer, transfer.completed)
+                for transfer in self._transfers
+                if transfer.completed is not None
+            ],
         )
 
 
-class _Timeline:
-    def __init__(self, steps: list[Span], first: int, rank: int) -> None:
-        self._steps, self._first, self._rank = steps, first, rank
+def _event(span: Span) -> TraceEvent:
+    return TraceEvent(span.name, span.began, span.ended)
 
-    def when(self, began: float, ended: float) -> dict[str, float]:
-        zero = self._steps[0].began
-        # Nanoseconds, the resolution of the clock.
-        return {
-            "ts": round((began - zero) * 1e6, 3),
-            "dur": round((ended - began) * 1e6, 3),
-        }
 
-    def _covers(self, moment: float) -> bool:
-        return self._steps[0].began <= moment < self._steps[-1].ended
-
-    def phases(self, spans: Iterable[Span]) -> list[dict[str, Any]]:
-        return [
-            self._event("phase", span, PHASES_THREAD, {})
-            for span in spans
-            if self._covers(span.began)
-        ]
-
-    def transfers(self, transfers: Iterable[CountedTransfer]) -> list[dict[str, Any]]:
-        """Place each transfer on the first free thread."""
-        events = []
-        busy_until: list[float] = []
-        for transfer in sorted(transfers, key=attrgetter("began")):
-            if transfer.completed is None or not self._covers(transfer.began):
-                continue
-            free = (n for n, until in enumerate(busy_until) if until <= transfer.began)
-            lane = next(free, len(busy_until))
-            busy_until[lane : lane + 1] = [transfer.completed]
-            details = {
-                "kind": transfer.kind,
-                "bytes": transfer.bytes_sent + transfer.bytes_received,
-                "bytes_sent": transfer.bytes_sent,
-                "bytes_received": transfer.bytes_received,
-                "messages": transfer.messages,
-            }
-            span = Span(transfer.kind, transfer.began, transfer.completed)
-            events.append(self._event("transfer", span, FIRST_TRANSFERS_THREAD + lane, details))
-        return events
-
-    def _event(
-        self, category: str, span: Span, thread: int, details: dict[str, Any]
-    ) -> dict[str, Any]:
-        return {
-            "name": span.name,
-            "cat": category,
-            "ph": "X",
-            "pid": self._rank,
-            "tid": thread,
-            **self.when(span.began, span.ended),
-            "args": {**details, "iteration": self._iteration_at(span.began)},
-        }
-
-    def _iteration_at(self, moment: float) -> int | None:
-        """Return the iteration at a time; None between iterations."""
-        index = bisect_right(self._steps, moment, key=attrgetter("began")) - 1
-        is_within = index >= 0 and moment < self._steps[index].ended
-        return self._first + index if is_within else None
-
-    def names(self, events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return metadata events with the names of the worker and its threads."""
-        named = [("process_name", PHASES_THREAD, f"rank {self._rank}")]
-        for thread in sorted({event["tid"] for event in events}):
-            name = "phases" if thread == PHASES_THREAD else "transfers"
-            named.append(("thread_name", thread, name))
-        return [
-            {"name": what, "ph": "M", "pid": self._rank, "tid": thread, "args": {"name": name}}
-            for what, thread, name in named
-        ]
+def _transfer(transfer: CountedTransfer, completed: float) -> TraceEvent:
+    details = {
+        "kind": transfer.kind,
+        "bytes": transfer.bytes_sent + transfer.bytes_received,
+        "bytes_sent": transfer.bytes_sent,
+        "bytes_received": transfer.bytes_received,
+        "messages": transfer.messages,
+    }
+    return TraceEvent(transfer.kind, transfer.began, completed, details)
