@@ -2,8 +2,9 @@
 
 Between updates each rank holds a shard of the rows of every weight. Block by block, the weights are
 all-gathered for the forward pass, freed, and all-gathered again for the backward pass; gradients
-are reduce-scattered. A block is a child module with weights, or a child of a plain container. This
-moves 1.5 times as much data as gradient averaging and uses the least memory.
+are reduce-scattered. A block is a child module with weights, or a child of a plain container; one
+that shares a weight with another belongs to the rest of the model, which keeps its weights between
+the passes. This moves 1.5 times as much data as gradient averaging and uses the least memory.
 
 Custom collectives replace those of fully_shard. They sum instead of averaging, because losses are
 already weighted, and use the run's communicator, which counts and times them. If each rank has its
@@ -148,9 +149,12 @@ class Fsdp(Strategy):
         mesh = DeviceMesh.from_group(group, device.type)
         self._modules: list[FSDPModule] = []
         """All blocks, then the model itself, which holds the remaining weights."""
+        shared = set(_shared_names(model).values())
         # fully_shard does not support weights without elements.
         ignored = {weight for weight in model.parameters() if not weight.numel()}
-        for module in [*_blocks(model), model]:
+        blocks = [block for block in _blocks(model) if shared.isdisjoint(block.parameters())]
+        for module in [*blocks, model]:
+            module.register_forward_hook(_clone_view)
             sharded = fully_shard(module, mesh=mesh, ignored_params=ignored)
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
@@ -248,7 +252,7 @@ class Fsdp(Strategy):
     def finish(self) -> None:
         if self.checkpoint.has_full_weights:
             return
-        self.unsharded.load_state_dict(self.checkpoint.model_state_dict(), assign=True)
+        _fill(self.unsharded, self.checkpoint.model_state_dict())
         # Existing references to the model must refer to the unsharded model.
         self._model.__class__ = type(self.unsharded)
         self._model.__dict__.clear()
@@ -281,8 +285,9 @@ class FsdpCheckpointState(ShardedCheckpointState):
             return super().model_state_dict()
         state = dict(self._strategy.unsharded.state_dict())
         with self._strategy.gathered():
-            weights = self.replica.model.named_parameters()
-            state.update((name, weight.detach().clone()) for name, weight in weights)
+            full = {weight: weight.detach().clone() for weight in self.replica.model.parameters()}
+            weights = self.replica.model.named_parameters(remove_duplicate=False)
+            state.update((name, full[weight]) for name, weight in weights)
         return state
 
     def load_model_state_dict(self, state: dict[str, Any]) -> None:
@@ -295,7 +300,7 @@ class FsdpCheckpointState(ShardedCheckpointState):
                 f"weights are missing or unexpected: {', '.join(state.keys() ^ expected.keys())}"
             )
         rank, workers = self.replica.communicator.rank, self.replica.communicator.world_size
-        weights = dict(self.replica.model.named_parameters())
+        weights = dict(self.replica.model.named_parameters(remove_duplicate=False))
         for name, value in state.items():
             if value.shape != expected[name].shape:
                 raise ValueError(f"{name} has shape {tuple(value.shape)}")
@@ -311,14 +316,19 @@ def _check(replica: Replica) -> TorchCommunicator:
     if not isinstance(communicator, TorchCommunicator):
         raise ConfigError(["--strategy fsdp: requires workers connected by torch.distributed"])
     check_shardable(replica.optimizer, "fsdp")
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    shared = set(names) - {name for name, _ in model.named_parameters()}
     scalars = {name for name, weight in model.named_parameters() if weight.dim() == 0}
-    for problem, found in (("is shared by two layers", shared), ("is a scalar", scalars)):
-        if found:
-            text = f"--strategy fsdp: cannot shard weight {min(found)}, which {problem}"
-            raise ConfigError([text])
+    if scalars:
+        raise ConfigError(
+            [f"--strategy fsdp: cannot shard weight {min(scalars)}, which is a scalar"]
+        )
     return communicator
+
+
+def _shared_names(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the further names of weights that several modules share."""
+    first = dict(model.named_parameters())
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: weight for name, weight in every if name not in first}
 
 
 def _groups(replica: Replica) -> list[list[nn.Parameter]]:
@@ -341,6 +351,26 @@ def _without_weights(replica: Replica) -> nn.Module:
         empty = torch.empty_like(weight, device="meta")
         memo[id(weight)] = nn.Parameter(empty, requires_grad=weight.requires_grad)
     return copy.deepcopy(replica.model, memo)
+
+
+def _clone_view(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+    """Copy outputs that are a view, such as those of a linear layer for sequences.
+
+    An operation in place on a view would skip the hook by which fully_shard gathers the weights for
+    the backward pass.
+    """
+    is_view = isinstance(outputs, Tensor) and outputs._is_view()
+    return outputs.clone() if is_view else outputs
+
+
+def _fill(model: nn.Module, state: dict[str, Any]) -> None:
+    """Replace weights on the meta device; modules that share one still share it."""
+    filled: dict[nn.Parameter, nn.Parameter] = {}
+    for name, empty in list(model.named_parameters(remove_duplicate=False)):
+        if empty not in filled:
+            filled[empty] = nn.Parameter(state[name], requires_grad=empty.requires_grad)
+        module, _, own_name = name.rpartition(".")
+        setattr(model.get_submodule(module), own_name, filled[empty])
 
 
 def _own_rows(rows: int, workers: int, rank: int) -> slice:

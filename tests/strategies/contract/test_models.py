@@ -68,9 +68,6 @@ SYNCHRONOUS = [name for name in STRATEGIES.names() if keeps_equal(name)]
 ONE_OF_A_KIND = list({STRATEGIES.load(name): name for name in reversed(SYNCHRONOUS)}.values())
 """Each class once: presets differ only in the algorithm."""
 
-SHARES_WEIGHTS = [name for name in ONE_OF_A_KIND if name != "fsdp"]
-"""Strategies that accept a weight which two layers share."""
-
 _alone: dict[str, Run] = {}
 
 
@@ -115,7 +112,7 @@ def test_lenet_with_muon_matches_one_worker(
 
 
 @pytest.mark.parametrize("variant", ["shares", "parts"])
-@pytest.mark.parametrize(("name", "workers"), strategy_cases(SHARES_WEIGHTS, (3,)))
+@pytest.mark.parametrize(("name", "workers"), strategy_cases(ONE_OF_A_KIND, (3,)))
 def test_token_model_with_a_tied_head_matches_one_worker(
     pool: WorkerPool, tmp_path: Path, name: str, workers: int, variant: str
 ) -> None:
