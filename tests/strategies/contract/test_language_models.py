@@ -16,6 +16,7 @@ from torch import Tensor
 
 from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
+from paceline.compression import CODECS
 from paceline.config import from_mapping
 from paceline.data.sampling import shard_bounds
 from paceline.errors import ConfigError
@@ -259,3 +260,34 @@ def test_run_on_stories_matches_one_worker(
         each.report.history[-1]["test_loss"] for each in (workers_of_run[0], expected)
     )
     assert loss == pytest.approx(expected_loss, rel=ROUNDING)
+
+
+LEARNING: dict[str, Any] = {**STORIES, "train_samples": 64, "iterations": 24, "lr": 0.1}
+UNIFORM_LOSS = 5.5
+"""Of equal probabilities for 256 bytes, about the loss of the first step."""
+
+
+@pytest.mark.parametrize("codec", [name for name in CODECS.names() if name != "none"])
+def test_gpt_learns_with_every_codec(pool: WorkerPool, tmp_path: Path, codec: str) -> None:
+    first, second = run(
+        pool, 2, tmp_path, strategy="allreduce", options={"codec": codec}, **LEARNING
+    )
+    assert first.report.history[-1]["test_loss"] < 0.8 * UNIFORM_LOSS
+    for key, values in first.weights.items():
+        assert torch.equal(values, second.weights[key]), key
+
+
+@pytest.mark.parametrize("name", [name for name in STRATEGIES.names() if name not in SYNCHRONOUS])
+def test_gpt_learns_with_strategies_that_let_replicas_differ(
+    pool: WorkerPool, tmp_path: Path, name: str
+) -> None:
+    for own in run(pool, 2, tmp_path, strategy=name, **LEARNING):
+        assert own.report.status == "finished", own.report.cause
+        assert own.report.history[-1]["test_loss"] < 0.8 * UNIFORM_LOSS
+
+
+def test_parameter_servers_train_gpt_asynchronously(pool: WorkerPool, tmp_path: Path) -> None:
+    settings = {**LEARNING, "momentum": 0, "accumulate": 1, "clip_norm": None}
+    mode = {"mode": "async"}
+    first, _ = run(pool, 2, tmp_path, strategy="parameter_server", options=mode, **settings)
+    assert first.report.history[-1]["test_loss"] < 0.8 * UNIFORM_LOSS
