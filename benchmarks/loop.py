@@ -27,6 +27,7 @@ from paceline.data.loading import load_dataset
 from paceline.data.pipeline import InputPipeline
 from paceline.data.sampling import GlobalBatchSampler
 from paceline.measure.machine import hardware, software
+from paceline.measure.memory import WorkerMemory
 from paceline.measure.phase_clock import PhaseClock
 from paceline.measure.tensorboard import TensorBoardWriter
 from paceline.models.build import build_model
@@ -153,6 +154,8 @@ def paceline_block(config: RunConfig, folder: Path) -> Block:
         replica = Replica(model, optimizer, clock, model, scaler, communicator)
         strategy = SingleProcess()
         strategy.setup(replica)
+        cpu = torch.device("cpu")
+        memory = WorkerMemory(cpu)
         coordinator = StepCoordinator(config, strategy, replica)
         logger = RunLogger(
             events,
@@ -167,8 +170,8 @@ def paceline_block(config: RunConfig, folder: Path) -> Block:
             config,
             Progress(),
             RunTotals(clock, replica, None),
-            TrainStep(config, replica, strategy, inputs, coordinator, nullcontext()),
-            Evaluator(config, replica, strategy, data, torch.device("cpu"), nullcontext()),
+            TrainStep(config, replica, strategy, inputs, coordinator, nullcontext(), memory),
+            Evaluator(config, replica, strategy, data, cpu, nullcontext()),
             logger,
             coordinator,
             StopRequest(),

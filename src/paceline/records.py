@@ -75,6 +75,8 @@ BETWEEN_ITERATIONS = ("evaluate", "checkpoint", "other")
 """Phases outside iterations."""
 
 TRAFFIC_KINDS = ("gradients", "parameters", "buffers", "metrics", "control")
+MEMORY_KEYS = ("setup_bytes", "forward_bytes", "backward_bytes", "update_bytes", "peak_bytes")
+"""Of a worker: memory after its setup, after each part of a step, and at the peak."""
 
 RESULT_KEYS = (
     "id",
@@ -570,6 +572,13 @@ def is_cuda_graph(value: object) -> TypeGuard[dict[str, Any]]:
         and isinstance(value.get("reason"), str | None)
         and is_number(value.get("graphs"))
         and is_number(value.get("capture_seconds"))
+    )
+
+
+def is_memory(value: object) -> TypeGuard[dict[str, float | None]]:
+    """Whether a value is the `memory` of a worker: what its setup and steps added."""
+    return isinstance(value, dict) and all(
+        (size := value.get(key)) is None or is_number(size) for key in MEMORY_KEYS
     )
 
 

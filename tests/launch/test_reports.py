@@ -30,7 +30,7 @@ from paceline.launch.record_collection import (
 )
 from paceline.launch.result import training_interval, write_result
 from paceline.measure.startup import STARTUP_PARTS
-from paceline.records import BETWEEN_ITERATIONS, PHASES, TRAFFIC_KINDS, RunFolder
+from paceline.records import BETWEEN_ITERATIONS, MEMORY_KEYS, PHASES, TRAFFIC_KINDS, RunFolder
 from paceline.report.summary import print_summary
 from tests.support.commands import names_in
 
@@ -71,10 +71,16 @@ def report_of(rank: int) -> dict[str, Any]:
             "iteration_seconds": {"first": 0.2, "mean": 0.1, "median": 0.1, "p95": 0.1},
             "phases": phases,
             "hidden_exchange_seconds": 0.0,
-            "after_first": {"iterations": 11, "phases": steady, "hidden_exchange_seconds": 0.0},
+            "after_first": {
+                "iterations": 11,
+                "phases": steady,
+                "hidden_exchange_seconds": 0.0,
+                "bytes_sent": dict.fromkeys(TRAFFIC_KINDS, 7),
+            },
             "traffic": {kind: dict(COUNT) for kind in TRAFFIC_KINDS},
             "startup_seconds": dict.fromkeys(STARTUP_PARTS, 0.1),
             "kernel_time": None,
+            "memory": dict.fromkeys(MEMORY_KEYS, 10_000),
             "numerics": {
                 "precision": "bf16",
                 "channels_last": True,
@@ -127,6 +133,8 @@ BAD = [
     ([], "worker.traffic.gradients"),
     (NAN, "worker.after_first.phases.forward"),
     (-1, "worker.after_first.iterations"),
+    ("much", "worker.after_first.bytes_sent.gradients"),
+    ("much", "worker.memory.peak_bytes"),
     ({}, "worker.startup_seconds"),
     ({"iterations": 1}, "worker.kernel_time"),
     ({"captured": True}, "worker.cuda_graph"),

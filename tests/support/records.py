@@ -157,6 +157,10 @@ def _worker(run: FakeRun, rank: int) -> dict[str, Any]:
         "iterations": run.iterations - 1,
         "phases": {phase: later.get(phase, 0.0) for phase in in_iteration},
         "hidden_exchange_seconds": _times(run.hidden, run.iterations - 1),
+        "bytes_sent": {
+            **dict.fromkeys(TRAFFIC_KINDS, 0),
+            "gradients": run.gradient_bytes * (run.iterations - 1),
+        },
     }
     return {
         "rank": rank, "node": rank * run.nodes // len(run.phases),

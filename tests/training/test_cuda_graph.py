@@ -29,6 +29,7 @@ from paceline.data.pipeline import InputPipeline
 from paceline.data.resident import ResidentEvaluationPipeline, ResidentPipeline
 from paceline.data.sampling import GlobalBatchSampler
 from paceline.launch import launcher
+from paceline.measure.memory import WorkerMemory
 from paceline.measure.phase_clock import CudaPhaseClock, PhaseClock
 from paceline.models.build import GroupedModel, build_model
 from paceline.strategies import create_strategy
@@ -137,6 +138,7 @@ class Trained:
             pipeline,
             StepCoordinator(config, strategy, self.replica),
             autocast(config.precision, CPU),
+            WorkerMemory(CPU),
             graphs(self.replica) if graphs else None,
         )
         steps = range(config.iterations_in_total(order.batches_per_epoch))

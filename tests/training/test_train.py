@@ -54,7 +54,7 @@ def test_result_has_every_documented_key(tmp_path: Path) -> None:
     (worker,), (node,) = result["workers"], result["nodes"]
     assert set(worker) >= {
         "rank", "node", "samples", "wall_seconds", "iteration_seconds", "phases",
-        "hidden_exchange_seconds", "after_first", "traffic",
+        "hidden_exchange_seconds", "after_first", "traffic", "memory",
     }  # fmt: skip
     assert set(worker["iteration_seconds"]) == {"first", "mean", "median", "p95"}
     assert tuple(worker["phases"]) == PHASES

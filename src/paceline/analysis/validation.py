@@ -10,7 +10,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.errors import RecordsError
-from paceline.records import BETWEEN_ITERATIONS, PHASES, Result, is_cuda_graph, is_numerics
+from paceline.records import (
+    BETWEEN_ITERATIONS,
+    PHASES,
+    Result,
+    is_cuda_graph,
+    is_memory,
+    is_numerics,
+)
 from paceline.records import is_number as is_number
 
 BUCKET_MEASUREMENTS = (
@@ -128,6 +135,8 @@ def _wrong_worker(worker: Mapping[str, Any]) -> str | None:
         return "a worker's traffic is not all numbers"
     if "buckets" in worker and _are_wrong_buckets(worker["buckets"]):
         return "a worker's buckets are damaged"
+    if "memory" in worker and not is_memory(worker["memory"]):
+        return "a worker's memory is damaged"
     if "numerics" in worker and not is_numerics(worker["numerics"]):
         return "a worker's numerics are damaged"
     if "cuda_graph" in worker and not is_cuda_graph(worker["cuda_graph"]):
@@ -151,6 +160,9 @@ def _are_wrong_buckets(buckets: Any) -> bool:
 def _wrong_later(later: Mapping[str, Any]) -> bool:
     phases, count = later.get("phases"), later.get("iterations")
     if type(count) is not int or count < 0 or not isinstance(phases, dict):
+        return True
+    sent = later.get("bytes_sent")
+    if sent is not None and not (isinstance(sent, dict) and all(map(is_number, sent.values()))):
         return True
     names = [name for name in PHASES if name not in BETWEEN_ITERATIONS]
     return not all(is_number(phases.get(name)) for name in names)

@@ -43,6 +43,7 @@ from paceline.records import (
     RunFolder,
     explain_write_error,
     is_cuda_graph,
+    is_memory,
     is_number,
     is_numerics,
     read_json,
@@ -162,7 +163,12 @@ ACCOUNT: Kinds = {
 """Types of its worker record; strategies may add fields."""
 TIMES: Kinds = dict.fromkeys(("first", "mean", "median", "p95"), (*NUMBER, type(None)))
 """Types of its iteration times; None without iterations."""
-LATER: Kinds = {"iterations": int, "phases": dict, "hidden_exchange_seconds": NUMBER}
+LATER: Kinds = {
+    "iterations": int,
+    "phases": dict,
+    "hidden_exchange_seconds": NUMBER,
+    "bytes_sent": (dict, type(None)),
+}
 """Types of its totals over the iterations after the first."""
 ITERATION_PHASES = [name for name in PHASES if name not in BETWEEN_ITERATIONS]
 COUNTS = [field.name for field in dataclasses.fields(Count)]
@@ -232,12 +238,16 @@ def _check_account(worker: dict[str, Any], what: str, rank: int) -> None:
     if (later := worker.get("after_first")) is not None:
         check_fields(later, f"{what}: after_first", LATER)
         _check_numbers(later["phases"], f"{what}: phases after the first", ITERATION_PHASES)
+        if later["bytes_sent"] is not None:
+            _check_numbers(later["bytes_sent"], f"{what}: bytes after the first", TRAFFIC_KINDS)
         if later["iterations"] < 0:
             raise MalformedError(what, "a negative count")
     if (startup := worker.get("startup_seconds")) is not None:
         _check_numbers(startup, f"{what}: startup_seconds", STARTUP_PARTS)
     if (kernels := worker.get("kernel_time")) is not None:
         _check_numbers(kernels, f"{what}: kernel_time", KERNEL_TIME_KEYS)
+    if "memory" in worker and not is_memory(worker["memory"]):
+        raise MalformedError(what, "bad value of memory")
     if "numerics" in worker and not is_numerics(worker["numerics"]):
         raise MalformedError(what, "bad value of numerics")
     if "cuda_graph" in worker and not is_cuda_graph(worker["cuda_graph"]):

@@ -161,6 +161,8 @@ class TrainingLoop:
         self._meter.settle()
         self._coordinator.settle()
         self._assignments.end()
+        # Before workers with a shard of the weights gather all of them.
+        self._step.memory.steps_done()
         with self._clock.during("exchange"):
             self._strategy.synchronize()
             self._strategy.finish()
@@ -197,6 +199,7 @@ class TrainingLoop:
         self._meter.settle()
         trained_seconds = self._trained_seconds()
         with self._totals.steady.outside(), self._clock.during("evaluate"):
+            self._step.memory.steps_done()
             loss, metrics = self._evaluate_model(alone)
         if not math.isfinite(loss):
             raise DivergedError(

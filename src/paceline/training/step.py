@@ -17,6 +17,7 @@ from torch import Tensor
 from paceline.config import RunConfig
 from paceline.data.pipeline import InputPipeline
 from paceline.data.sampling import rank_shard
+from paceline.measure.memory import WorkerMemory
 from paceline.strategies.replica import Replica
 from paceline.strategies.strategy import Strategy
 from paceline.training.coordination import StepCoordinator
@@ -52,6 +53,7 @@ class TrainStep:
         pipeline: InputPipeline,
         coordinator: StepCoordinator,
         autocast: AbstractContextManager[Any],
+        memory: WorkerMemory,
         graphs: GraphCache | None = None,
     ) -> None:
         """With `graphs`, steps are captured and replayed."""
@@ -64,6 +66,7 @@ class TrainStep:
         self._pipeline = pipeline
         self._coordinator = coordinator
         self._autocast = autocast
+        self.memory = memory
         self._graphs = graphs
         self._clock = replica.clock
         self._schedule = learning_rate(config, self.batches_per_epoch)
@@ -101,6 +104,8 @@ class TrainStep:
         began = self._clock.enter("forward")
         with self._autocast:
             loss = self._loss(self.replica.forward, inputs, targets)
+        if self.memory.is_sampling:
+            self.memory.sample("forward")
         if self._slowdown:
             self._emulate_slow_rank(began)
         turned = self._clock.enter("backward")
@@ -143,7 +148,11 @@ class TrainStep:
         self.replica.begin_batch(work.samples, work.global_samples)
         compute = self._compute_local if len(work.shards) == 1 else self._compute_global
         loss = compute(work)
+        if self.memory.is_sampling:
+            self.memory.sample("backward")
         self.strategy.step()
+        if self.memory.is_sampling:
+            self.memory.sample("update")
         return loss
 
     def _compute_local(self, work: _Work) -> Tensor:

@@ -37,6 +37,7 @@ from paceline.errors import (
     error_line,
 )
 from paceline.measure.kernel_time import kernel_timer_for
+from paceline.measure.memory import WorkerMemory
 from paceline.measure.phase_clock import CudaPhaseClock, PhaseClock, clock_for
 from paceline.measure.startup import StartupTimer
 from paceline.measure.tensorboard import TensorBoardWriter
@@ -81,6 +82,7 @@ class Prepared:
     model: nn.Module
     strategy: Strategy
     device: torch.device
+    memory: WorkerMemory
 
 
 def prepare(
@@ -98,6 +100,7 @@ def prepare(
     startup.enter("data")
     dataset = load_dataset(config)
     startup.enter("model")
+    memory = WorkerMemory(device)
     model = build_model(
         config.model,
         dataset.sample_shape,
@@ -119,7 +122,7 @@ def prepare(
     metrics = Metrics(config, dataset, loss)
     if config.metrics:
         _try_metrics(config, dataset, model, loss, metrics)
-    return Prepared(dataset, model, strategy, device)
+    return Prepared(dataset, model, strategy, device, memory)
 
 
 def _try_metrics(
@@ -288,6 +291,7 @@ class Trainer:
         tracer = self._build_tracer() if self.config.trace else None
         loop = self._build_loop(tracer)
         self.coordinator.start()
+        self.prepared.memory.setup_done()
         self.clock.startup.end()
         try:
             loop.run()
@@ -319,7 +323,14 @@ class Trainer:
             self.progress,
             self.totals,
             TrainStep(
-                config, replica, strategy, pipeline, self.coordinator, precision, step_graphs
+                config,
+                replica,
+                strategy,
+                pipeline,
+                self.coordinator,
+                precision,
+                self.prepared.memory,
+                step_graphs,
             ),
             Evaluator(config, replica, strategy, dataset, device, precision, evaluation_graphs),
             self.logger,
@@ -479,6 +490,7 @@ class Trainer:
                 "numerics": self.choice.to_dict(),
                 "startup_seconds": self.clock.startup.seconds,
                 "kernel_time": self.kernel_time,
+                "memory": self.prepared.memory.to_dict(),
                 **self._device_account(),
             },
             checkpoints=self.totals.checkpoints,
