@@ -22,6 +22,18 @@ def seconds(value: float | None) -> str:
     return f"{value:.1f} s" if value < 999.95 else f"{value:,.0f} s"
 
 
+def short_seconds(value: float | None) -> str:
+    """Three significant digits, for narrow tables."""
+    if value is None:
+        return "-"
+    for unit, scale in (("us", 1e6), ("ms", 1e3), ("s", 1.0)):
+        scaled = value * scale
+        if scaled < 999.5 or unit == "s":
+            digits = 0 if unit == "us" or scaled >= 99.95 else 1 if scaled >= 9.995 else 2
+            return f"{scaled:,.{digits}f} {unit}"
+    raise AssertionError("unreachable")
+
+
 def size(value: float | None) -> str:
     if value is None:
         return "-"

@@ -18,7 +18,7 @@ def run(arguments: argparse.Namespace) -> int:
     from pathlib import Path
 
     from paceline.report.build import write_report
-    from paceline.report.terminal import skipped_lines
+    from paceline.report.terminal import print_step_costs, skipped_lines
     from paceline.terminal import open_console, paragraph
 
     out = None if arguments.out is None else Path(arguments.out)
@@ -26,6 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     console = open_console()
     for headline in report.headlines:
         console.print(paragraph(headline, console))
+    print_step_costs(console, report.collection.chapters)
     for line in skipped_lines(report.collection.skipped):
         console.print(line)
     # Paths are not wrapped, so that they can be copied.

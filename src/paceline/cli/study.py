@@ -154,9 +154,11 @@ def show_study(study: str, scale: str | None) -> int:
 
 def _report(folder: StudyFolder, console: Console) -> None:
     from paceline.report.build import write_report
+    from paceline.report.terminal import print_step_costs
     from paceline.terminal import paragraph
 
     report = write_report(folder.path)
+    print_step_costs(console, report.collection.chapters)
     console.print()
     for headline in report.headlines:
         console.print(paragraph(headline, console))

@@ -155,6 +155,7 @@ def _open(document: Document, collection: RunCollection, answers: Sequence[str])
     texts: list[str] = []
     given: set[tuple[str, str]] = set()
     last_title = ""
+    figures: list[tuple[str, Figure]] = []
     for reference in collection.answer or parts[:MAX_ANSWERS]:
         part, _, section_name = reference.partition(".")
         if part not in parts:
@@ -177,7 +178,8 @@ def _open(document: Document, collection: RunCollection, answers: Sequence[str])
         last_title = page.title
         figure = _first_figure([section] if section else [])
         if figure is not None:
-            document.main_figures.append(replace(figure, name=f"answer-{figure.name}"))
+            figures.append((page.title, replace(figure, name=f"answer-{figure.name}")))
+    document.main_figures = _distinct(figures)
     troubled = [group for group in collection.groups if _did_not_finish(group)]
     if troubled:
         texts.append(f"{len(troubled)} of {_count(collection.groups)} did not finish.")
@@ -189,6 +191,17 @@ def _open(document: Document, collection: RunCollection, answers: Sequence[str])
         if (chapter.name, answer) not in given
     ]
     return texts or [document.headline]
+
+
+def _distinct(figures: Sequence[tuple[str, Figure]]) -> list[Figure]:
+    """Figures with their parts; those that have the same title also show the title of the part."""
+    titles = [figure.title for _, figure in figures]
+    return [
+        replace(figure, title=f"{figure.title}: {part}")
+        if titles.count(figure.title) > 1
+        else figure
+        for part, figure in figures
+    ]
 
 
 def _warnings(collection: RunCollection) -> list[str]:

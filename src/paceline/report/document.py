@@ -28,6 +28,8 @@ class Table:
     rows: Sequence[Sequence[str]]
     text_columns: int = 1
     """Columns at the left that hold text; the others hold numbers."""
+    is_compact: bool = False
+    """Whether all columns should fit on a phone."""
 
 
 @dataclass(frozen=True, slots=True)

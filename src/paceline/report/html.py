@@ -160,8 +160,9 @@ def _table(block: Table) -> str:
         )
 
     rows = "".join(f"<tr>{row(cells, 'td')}</tr>\n" for cells in block.rows)
+    kind = "table compact" if block.is_compact else "table"
     return (
-        f'<div class="table" tabindex="0"><table>\n<thead><tr>{row(block.columns, "th")}</tr>'
+        f'<div class="{kind}" tabindex="0"><table>\n<thead><tr>{row(block.columns, "th")}</tr>'
         f"</thead>\n<tbody>\n{rows}</tbody>\n</table></div>\n"
     )
 

@@ -1,4 +1,4 @@
-"""Comparisons in the terminal, within 80 columns."""
+"""Comparisons and the cost of steps in the terminal, within 80 columns."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from itertools import islice
 from rich.console import Console
 from rich.table import Table
 
-from paceline.analysis.collection import SkippedRecord
+from paceline.analysis.collection import Chapter, SkippedRecord
 from paceline.analysis.comparison import Comparison, FigureTable, StudyPair, significance
 from paceline.analysis.run_group import RunGroup
+from paceline.analysis.step_cost import step_costs
 from paceline.analysis.verdict import make_verdict
 from paceline.report import wording
 from paceline.report.comparison import (
@@ -21,6 +22,7 @@ from paceline.report.comparison import (
     setting_rows,
     unmatched,
 )
+from paceline.report.sections.step_cost import step_cost_table
 from paceline.terminal import open_console, paragraph
 
 WIDTH = 80
@@ -128,6 +130,23 @@ def _print_significance(
         console.print(f"{len(groups) - MOST_TESTED} more on the page that --html writes")
     if note := wording.interval_note([one.difference for one in tests]):
         console.print(paragraph(note, console))
+
+
+def print_step_costs(console: Console, chapters: Sequence[Chapter]) -> None:
+    """The table of the section `step_cost`, of each part that names it."""
+    for chapter in chapters:
+        costs = step_costs(chapter.groups)
+        if "step_cost" not in chapter.sections or not costs:
+            continue
+        table = step_cost_table(costs)
+        shown = Table(box=None, pad_edge=False, title=chapter.title, title_justify="left")
+        shown.add_column(table.columns[0], overflow="fold")
+        for heading in table.columns[1:]:
+            shown.add_column(heading, justify="right", no_wrap=True)
+        for row in table.rows:
+            shown.add_row(*row)
+        console.print()
+        console.print(shown)
 
 
 def skipped_lines(

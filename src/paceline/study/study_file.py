@@ -21,6 +21,7 @@ SECTION_NAMES = (
     "curves",
     "accuracy",
     "evaluations",
+    "step_cost",
     "iteration_time",
     "ranks",
     "phases",

@@ -132,12 +132,18 @@ class Column(Generic[Row]):
         return formatting.spread(value, self.format, half)
 
 
-def table(rows: Iterable[Row], *columns: Column[Row], text_columns: int = 1) -> Table:
+def table(
+    rows: Iterable[Row],
+    *columns: Column[Row],
+    text_columns: int = 1,
+    is_compact: bool = False,
+) -> Table:
     """A table with a row per item; `text_columns` at the left hold text, the others numbers."""
     return Table(
         [column.heading for column in columns],
         [tuple(column.text(row) for column in columns) for row in rows],
         text_columns,
+        is_compact,
     )
 
 

@@ -149,23 +149,20 @@ def phases(context: SectionContext) -> Iterator[Block]:
     if any(one.group.workers > 1 for one in splits):
         yield answer(phases_answer(splits))
     shown = [one for one in splits if context.is_plotted(one.group)]
-    yield _phase_figure(
-        context,
-        "step",
+    yield phase_figure(
+        context.figure_name("phases", "step"),
         "One iteration by phase",
         [phase_bar(group.label, split, IN_ITERATION, is_share=False) for group, split in shown],
         is_share=False,
     )
-    yield _phase_figure(
-        context,
-        "share",
+    yield phase_figure(
+        context.figure_name("phases", "share"),
         "One iteration by phase, as shares",
         [phase_bar(group.label, split, IN_ITERATION) for group, split in shown],
     )
     yield from _rank_phases(context)
-    yield _phase_figure(
-        context,
-        "whole",
+    yield phase_figure(
+        context.figure_name("phases", "whole"),
         "The whole run by phase, as shares",
         [
             phase_bar(group.label, split, (*IN_ITERATION, *OUTSIDE))
@@ -239,9 +236,7 @@ def phase_bar(
     return Bar(label, parts, formatting.seconds(split.total))
 
 
-def _phase_figure(
-    context: SectionContext, part: str, title: str, bars: Sequence[Bar], *, is_share: bool = True
-) -> Figure:
+def phase_figure(name: str, title: str, bars: Sequence[Bar], *, is_share: bool = True) -> Figure:
     used = {
         part.kind
         for bar in bars
@@ -256,7 +251,7 @@ def _phase_figure(
         [phase for phase in (*IN_ITERATION, *OUTSIDE) if phase in used],
         1.0 if is_share else None,
     )
-    return Figure(context.figure_name("phases", part), title, draw_bars(chart))
+    return Figure(name, title, draw_bars(chart))
 
 
 def _rank_phases(context: SectionContext) -> Iterator[Figure]:
@@ -271,7 +266,8 @@ def _rank_phases(context: SectionContext) -> Iterator[Figure]:
     title = "One iteration of each worker"
     if len(bars) > MAX_RANK_BARS:
         title = f"{title}, the first {MAX_RANK_BARS} of {len(bars)}"
-    yield _phase_figure(context, "workers", title, bars[:MAX_RANK_BARS], is_share=False)
+    name = context.figure_name("phases", "workers")
+    yield phase_figure(name, title, bars[:MAX_RANK_BARS], is_share=False)
 
 
 def startup_table(groups: Sequence[RunGroup]) -> Iterator[Block]:
