@@ -81,6 +81,11 @@ WANTED: dict[str, dict[str, str]] = {
         "order": "first 8 samples; Test accuracy against epoch",
         "balance": "compute balance; samples; waiting",
     },
+    "transformer-ways": dict.fromkeys(
+        ("small-host", "large-host", "small-nodes", "large-nodes"),
+        "step; compute; exposed comm.; sent; memory; loss; kind; speedup; Time of a step;"
+        " One iteration: phases, and transfers below them",
+    ),
 }
 """Titles of figures and headings of tables that each part of each study has, after `;`."""
 

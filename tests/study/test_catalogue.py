@@ -19,6 +19,7 @@ REFERENCES = (
     "parameter-server",
     "street-numbers",
     "street-race",
+    "transformer-ways",
 )
 
 
@@ -46,7 +47,7 @@ def test_the_recorded_settings_are_those_of_the_run(name: str) -> None:
 @pytest.mark.parametrize("name", REFERENCES)
 def test_the_quick_scale_needs_no_files(name: str) -> None:
     used = {config.data for config in plan_of(name, "quick").configs.values()}
-    assert used <= {"digits", "plain_digits"}
+    assert used <= {"digits", "plain_digits", "stories"}
 
 
 @pytest.mark.parametrize("name", REFERENCES)
@@ -67,7 +68,15 @@ def test_the_first_look_has_six_strategies_on_two_workers() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["first-look", "four-ways", "parameter-server", "street-numbers", "gpu-scaling"]
+    "name",
+    [
+        "first-look",
+        "four-ways",
+        "parameter-server",
+        "street-numbers",
+        "gpu-scaling",
+        "transformer-ways",
+    ],
 )
 def test_the_quick_scale_repeats_every_configuration(name: str) -> None:
     study = plan_of(name, "quick").study
@@ -151,3 +160,22 @@ def test_gpu_scaling_has_the_reference_devices_and_batches() -> None:
     }
     shuffled = {plan.configs[cell.id].reshuffle for cell in plan.study.cells_of("order")}
     assert shuffled == {True, False}
+
+
+@pytest.mark.parametrize("scale", ["quick", "full"])
+def test_transformer_ways_has_seven_ways_for_two_models_on_a_host_and_on_four_nodes(
+    scale: str,
+) -> None:
+    plan = plan_of("transformer-ways", scale)
+    for place, workers, nodes in (("host", 2, 1), ("nodes", 4, 4)):
+        models = set()
+        for size in ("small", "large"):
+            configs = [plan.configs[cell.id] for cell in plan.study.cells_of(f"{size}-{place}")]
+            several = [config for config in configs if config.strategy != "single"]
+            assert {(config.workers, config.nnodes) for config in several} == {(workers, nodes)}
+            assert len({(config.strategy, str(config.options)) for config in several}) == 7
+            # The same work in each, so that losses agree.
+            assert len({(config.global_batch_size, config.iterations) for config in configs}) == 1
+            (model,) = {config.model_text for config in configs}
+            models.add(model)
+        assert len(models) == 2
