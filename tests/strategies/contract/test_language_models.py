@@ -20,6 +20,7 @@ from paceline.compression import CODECS
 from paceline.config import from_mapping
 from paceline.data.sampling import shard_bounds
 from paceline.errors import ConfigError
+from paceline.measure.memory import allocated_bytes
 from paceline.models.build import build_model
 from paceline.models.gpt import GPT
 from paceline.strategies import STRATEGIES, create_strategy
@@ -291,3 +292,49 @@ def test_parameter_servers_train_gpt_asynchronously(pool: WorkerPool, tmp_path: 
     mode = {"mode": "async"}
     first, _ = run(pool, 2, tmp_path, strategy="parameter_server", options=mode, **settings)
     assert first.report.history[-1]["test_loss"] < 0.8 * UNIFORM_LOSS
+
+
+MICRO: dict[str, Any] = {
+    **STORIES,
+    "model": "gpt-micro",
+    "context": 8,
+    "train_samples": 32,
+    "iterations": 4,
+    "optimizer": "adamw",
+    "lr": 1e-3,
+    "accumulate": 1,
+    "clip_norm": None,
+}
+
+
+def weight_bytes(own: Run) -> int:
+    return sum(weight.nbytes for weight in own.weights.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "passes"),
+    [("allreduce", 2), ("overlap", 2), ("ddp", 2), ("sharded", 2), ("fsdp", 3)],
+)
+def test_step_sends_the_bytes_of_its_collectives(
+    pool: WorkerPool, tmp_path: Path, name: str, passes: int
+) -> None:
+    """A reduce-scatter or all-gather sends (P - 1) / P of the weights; an all-reduce is both."""
+    for own in run(pool, 2, tmp_path, strategy=name, **MICRO):
+        later = own.report.worker["after_first"]
+        sent = later["bytes_sent"]["gradients"] + later["bytes_sent"]["parameters"]
+        expected = passes * weight_bytes(own) / 2
+        if name == "fsdp":
+            # The embedding belongs to no block and is gathered once.
+            expected -= own.weights["embedding"].nbytes / 2
+        assert sent / later["iterations"] == pytest.approx(expected, rel=0.002)
+
+
+@pytest.mark.skipif(allocated_bytes() is None, reason="needs glibc 2.33")
+def test_sharded_optimizer_state_takes_half_the_memory(pool: WorkerPool, tmp_path: Path) -> None:
+    held = {}
+    for name in ("allreduce", "sharded"):
+        first, second = run(pool, 2, tmp_path, strategy=name, **MICRO)
+        held[name] = [own.report.worker["memory"]["update_bytes"] for own in (first, second)]
+    # AdamW has two values per weight, of which a worker then holds half.
+    for whole, sharded in zip(held["allreduce"], held["sharded"], strict=True):
+        assert whole - sharded == pytest.approx(weight_bytes(first), rel=0.1)
