@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 
 from paceline.analysis.collection import collect
+from paceline.analysis.comparison import read_comparison
 from paceline.analysis.step_cost import StepCost, step_costs
 from paceline.cli import main
 from paceline.errors import RecordsError
 from paceline.records import MEMORY_KEYS
 from paceline.report.build import write_report
+from paceline.report.comparison import result_rows
 from paceline.report.sections.step_cost import step_cost_answer
 from tests.support.records import FakeRun, write_run
 from tests.support.study_page import page_of
@@ -100,6 +102,18 @@ def test_report_of_a_study_prints_the_table_within_80_columns(
     ]  # fmt: skip
     assert sum(line.startswith("sharded state ") for line in lines) == 4
     assert max(len(line) for line in lines if not line.startswith("report ")) <= 80
+
+
+def test_comparison_has_the_memory_of_a_worker(tmp_path: Path) -> None:
+    paths = [
+        two_workers(tmp_path, "one", (30_000_000, 50_000_000)),
+        write_run(tmp_path, FakeRun("old")),
+    ]
+    rows = {
+        row.name: row.cells
+        for row in result_rows(read_comparison([str(path) for path in paths]).groups)
+    }
+    assert rows["memory, worker"] == ["50.0 MB", "-"]
 
 
 @pytest.mark.parametrize("memory", [[], {"peak_bytes": "much"}])

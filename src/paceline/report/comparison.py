@@ -12,6 +12,7 @@ from paceline.analysis.comparison import Comparison, FigureTable, StudyPair, mea
 from paceline.analysis.phases import run_breakdown
 from paceline.analysis.run import Run
 from paceline.analysis.run_group import RunGroup, describe_workers, differing, known_text
+from paceline.analysis.step_cost import worker_memory
 from paceline.analysis.verdict import make_verdict
 from paceline.errors import RecordsError
 from paceline.records import PHASES, format_name
@@ -146,6 +147,7 @@ FIGURES: dict[str, Callable[[RunGroup], str]] = {
     "CPU, mean": _mean(lambda run: run.node_sum("cpu_percent_mean"), formatting.percent),
     "memory, mean": _mean(lambda run: run.node_sum("rss_bytes_mean"), formatting.size),
     "memory, peak": _mean(lambda run: run.node_sum("rss_bytes_peak"), formatting.size),
+    "memory, worker": _mean(lambda run: worker_memory(run, "peak_bytes"), formatting.size),
     "checkpoints": _checkpoints,
     "weights": _weights,
 }
