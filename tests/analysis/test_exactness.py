@@ -108,7 +108,7 @@ def test_only_approximate_cells_are_ranked_and_said_to_be_approximate(tmp_path: 
         write_run(tmp_path, FakeRun(f"e{every}", settings, [{"forward": seconds}] * 2))
     text = headline(make_verdict(collect(tmp_path).groups))
     assert text.startswith("every=16")
-    assert "All of these are approximate: compare accuracy as well as time." in text
+    assert "All of these are approximate: compare test accuracy as well as time." in text
 
 
 def test_the_winners_of_a_grid_are_exact_and_approximate_ones_are_named(tmp_path: Path) -> None:

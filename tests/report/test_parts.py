@@ -57,7 +57,7 @@ def test_a_study_is_told_part_by_part_with_the_sections_it_wants(tmp_path: Path)
     assert "Others found 3." in text
     first = text[text.index('<article id="the-first-part"') : text.index('id="the-second-part"')]
     titles = re.findall(r"<h3>(.*?)</h3>", first)
-    wanted = [SECTIONS[name].title for name in ("overview", "phases", "curves")]
+    wanted = ["Overview", SECTIONS["phases"].title, "Loss and accuracy"]
     assert titles == ["Verdict", *wanted]
     last = text[text.index('<article id="all-parts"') :]
     assert re.findall(r"<h3>(.*?)</h3>", last) == [SECTIONS["configuration"].title]

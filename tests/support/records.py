@@ -36,7 +36,10 @@ class FakeRun:
     """Added to the iterations' forward in turn, in seconds; the first iteration takes double."""
     status: str = "finished"
     cause: str | None = None
-    accuracy: float = 0.9
+    accuracy: float | None = 0.9
+    loss: float = 0.5
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Besides accuracy, at the end; half of it after half of the run."""
     gradient_bytes: int = 0
     """Sent by each worker in an iteration."""
     seconds_to_target: float | None = None
@@ -66,15 +69,23 @@ class FakeRun:
             for index in range(self.iterations)
         ]
 
-    def history(self) -> list[dict[str, float]]:
+    def history(self) -> list[dict[str, Any]]:
         """After each half of the run; an epoch has 50 iterations."""
+        if self.status != "finished" or self.kind != "train":
+            return []
         trained = sum(self.seconds(0))
         return [
             {"iteration": done, "epoch": done / 50, "seconds": trained * done / self.iterations,
-             "test_loss": 1.0 - 0.5 * done / self.iterations,
-             "test_accuracy": self.accuracy * done / self.iterations, "learning_rate": 0.01}
+             "test_loss": 2 * self.loss - self.loss * done / self.iterations,
+             "learning_rate": 0.01, **self.figures(done / self.iterations)}
             for done in (self.iterations // 2, self.iterations)
-        ] if self.status == "finished" and self.kind == "train" else []  # fmt: skip
+        ]  # fmt: skip
+
+    def figures(self, share: float) -> dict[str, Any]:
+        """Accuracy, and metrics if it has any, after this share of the run."""
+        accuracy = None if self.accuracy is None else self.accuracy * share
+        metrics = {name: value * share for name, value in self.metrics.items()}
+        return {"test_accuracy": accuracy, **({"metrics": metrics} if metrics else {})}
 
     def losses(self) -> list[float]:
         return [2.0 / (1 + index / 20) for index in range(self.iterations)]
@@ -197,9 +208,10 @@ def _result(folder: RunFolder, run: FakeRun, settings: RunSettings) -> dict[str,
         "iterations": run.iterations, "samples": None if None in samples else sum(samples),
         "weights_sha256": "0" * 64,
         "final": {} if run.kind == "profile" else {
-            "train_loss": 0.4, "test_loss": 0.5 if finished else None,
+            "train_loss": 0.4, "test_loss": run.loss if finished else None,
             "test_accuracy": run.accuracy if finished else None,
         },
+        **({"metrics": dict(run.metrics)} if run.metrics else {}),
         "seconds_to_target": run.seconds_to_target, "history": run.history(), "workers": workers,
         "nodes": [{"node": node, "cpu_percent_mean": 95.0 * (node + 1),
                    "rss_bytes_mean": run.rss_bytes,

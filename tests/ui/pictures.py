@@ -135,7 +135,7 @@ def settle(page: Any, name: str) -> None:
             filter.value = ".r1";
             filter.dispatchEvent(new Event("input"));
             return document.querySelectorAll("tr.cell").length > 5""",
-        "ui-run": "return document.querySelectorAll('#accuracy .dot').length > 4",
+        "ui-run": "return document.querySelectorAll('#test .dot').length > 4",
     }.get(name, "return document.querySelectorAll('svg.chart').length > 2")
     WebDriverWait(page, LIMIT_SECONDS, 0.3).until(lambda _: page.execute_script(script))
     if name == "ui-list":

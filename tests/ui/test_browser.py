@@ -68,6 +68,32 @@ def test_more_tabs_than_a_browser_has_connections_show_the_list(tmp_path: Path) 
 
 
 @pytest.mark.browser
+def test_figure_of_the_test_set_can_be_chosen(tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    write_run(root, FakeRun(name="classes", metrics={"f1": 0.8}))
+    write_run(root, FakeRun(name="regression", accuracy=None, loss=0.01234, iterations=40))
+    with served(root) as address, browser(tmp_path / "profile") as page:
+        page.get(f"{address}/")
+        wait(page, lambda: "90.0%" in row(page, "classes"))
+        assert "loss 0.0123" in row(page, "regression")
+        page.get(f"{address}/run/classes")
+        wait(page, lambda: points(page, "test") == 2)
+        figure = page.find_element("id", "figure")
+        assert figure.text.split() == ["accuracy", "f1", "loss"]
+        assert page.find_element("id", "unit").text == "in %"
+        assert "90" in page.find_element("id", "test").text
+        page.find_element("css selector", "#figure option[value=f1]").click()
+        wait(page, lambda: "0.8" in page.find_element("id", "test").text)
+        assert page.find_element("id", "unit").text == ""
+        page.get(f"{address}/run/regression")
+        wait(page, lambda: points(page, "test") == 2)
+        assert page.find_element("id", "figure").text.split() == ["loss"]
+        assert "0.01" in page.find_element("id", "test").text
+        complaints = [entry["message"] for entry in page.get_log("browser")]
+    assert complaints == []
+
+
+@pytest.mark.browser
 def test_slow_steps_are_shown_in_seconds_with_the_number_averaged(tmp_path: Path) -> None:
     root = tmp_path / "runs"
     # The first of them takes double, so that the mean is 13/12 of this: 2.377 s.

@@ -212,7 +212,19 @@ def test_a_follower_returns_each_complete_line_once(tmp_path: Path) -> None:
         file.flush()
         assert follower.read_update() is None
         file.write('"test_accuracy": 0.5, "test_loss": 1.0}\n')
-    assert follower.read_update() == {"evaluations": [[2, 0.5]]}
+    assert follower.read_update() == {"evaluations": [(2, {"accuracy": 0.5, "loss": 1.0})]}
+
+
+def test_figures_of_the_test_set_are_sent_by_name(tmp_path: Path) -> None:
+    path = write_run(tmp_path, FakeRun("one", accuracy=None, metrics={"f1": 0.8, "error": 2.0}))
+    update = Follower(path).read_update()
+    assert update is not None
+    assert update["evaluations"] == [
+        (50, {"f1": 0.4, "error": 1.0, "loss": 0.75}),
+        (100, {"f1": 0.8, "error": 2.0, "loss": 0.5}),
+    ]
+    (entry,) = RunIndex(tmp_path).entries()
+    assert (entry.accuracy, entry.test_loss) == (None, 0.5)
 
 
 def test_the_status_of_a_run_comes_from_its_result(tmp_path: Path) -> None:
@@ -259,6 +271,8 @@ def test_values_that_are_not_numbers_are_not_sent(tmp_path: Path) -> None:
         '{"event": "iterations", "first": "x", "seconds": [1], "loss": [1]}',
         '{"event": "iterations", "phases": {"forward": "long"}}',
         '{"event": "evaluation", "iteration": null, "test_accuracy": 0.5}',
+        '{"event": "evaluation", "iteration": 1, "test_accuracy": null, "metrics": {"f1": NaN}}',
+        '{"event": "evaluation", "iteration": 1, "test_loss": "low", "metrics": [1]}',
         "[" * 100_000,
     ]
     folder.events_file(0).write_text("\n".join(lines) + "\n")

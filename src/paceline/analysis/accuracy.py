@@ -1,10 +1,14 @@
-"""Accuracy, convergence and time to the target, and whether a difference is noise."""
+"""Accuracy, convergence and time to the target, and whether a difference is noise.
+
+Tasks without an accuracy, such as a regression, are judged by their test loss instead.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from paceline.analysis.run import Run
 from paceline.analysis.run_group import RunGroup, known
@@ -28,32 +32,63 @@ DRAWN_CLASSES = 10
 
 
 @dataclass(frozen=True, slots=True)
+class Quality:
+    """The final figure that says how well a run has learned."""
+
+    key: str
+    name: str
+    is_higher_better: bool
+
+    def best(self, values: Iterable[float]) -> float | None:
+        return (max if self.is_higher_better else min)(values, default=None)
+
+    def lead(self, better: float, worse: float) -> float:
+        """How much better the first is; negative if it is worse."""
+        return better - worse if self.is_higher_better else worse - better
+
+
+ACCURACY = Quality("test_accuracy", "test accuracy", is_higher_better=True)
+LOSS = Quality("test_loss", "test loss", is_higher_better=False)
+
+
+def quality_of(groups: Iterable[RunGroup]) -> Quality:
+    """The accuracy; the test loss where no configuration has an accuracy."""
+    return ACCURACY if any(group.finals(ACCURACY.key) for group in groups) else LOSS
+
+
+@dataclass(frozen=True, slots=True)
 class AccuracyDifference:
+    """A difference in accuracy or test loss."""
+
     is_chance: bool
     """Whether noise alone explains the difference."""
     is_single: bool = False
     """Whether one of the two has a single run, so that the spread between runs is unknown."""
     is_equal: bool = False
-    """Whether two single runs have the same accuracy."""
+    """Whether two single runs have the same value."""
     test_samples: int | None = None
     """The size of the test set, where its sampling noise explains a difference of single runs."""
 
 
-def compare_accuracy(one: RunGroup, other: RunGroup, *, comparisons: int = 1) -> AccuracyDifference:
-    """Test a difference over the repeats; for single runs, by the size of the test set.
+def compare_accuracy(
+    one: RunGroup, other: RunGroup, *, quality: Quality = ACCURACY, comparisons: int = 1
+) -> AccuracyDifference:
+    """Test a difference over the repeats; accuracies of single runs, by the size of the test set.
 
     `comparisons` is the number of pairs that these two were selected from.
     """
-    values = [group.finals("test_accuracy") for group in (one, other)]
+    values = [group.finals(quality.key) for group in (one, other)]
+    # The noise of the test set is known for accuracies only, which are counts.
+    floors = _floors(one, other) if quality is ACCURACY else (0.0, 0.0)
     if min(map(len, values)) > 1:
-        (gap,) = correct([difference(*values, floors=_floors(one, other))], comparisons)
+        (gap,) = correct([difference(*values, floors=floors)], comparisons)
         return AccuracyDifference(is_chance=not gap.is_significant)
     means = [math.fsum(each) / len(each) for each in values]
     if means[0] == means[1]:
         return AccuracyDifference(is_chance=True, is_single=True, is_equal=True)
-    samples = size_of_test_set(one.settings)
+    samples = size_of_test_set(one.settings) if quality is ACCURACY else None
     if samples:
-        deviation = math.sqrt(sum(_floors(one, other)))
+        deviation = math.sqrt(sum(floors))
         if abs(means[0] - means[1]) <= t_quantile(math.inf, ALPHA / comparisons) * deviation:
             return AccuracyDifference(is_chance=True, is_single=True, test_samples=samples)
     return AccuracyDifference(is_chance=False, is_single=True)
@@ -134,7 +169,7 @@ def compare_training_lengths(groups: Sequence[RunGroup]) -> TrainingLengths | No
     known_lengths = [
         (int(result["samples"]), group)
         for group in groups
-        if group.finals("test_accuracy")
+        if group.finals("test_loss")
         and group.settings.target is None
         and (result := group.finished[0].result) is not None
         and result["samples"]
@@ -178,21 +213,22 @@ class AccuracySummary:
     """Values of each finished run of a group."""
 
     group: RunGroup
-    accuracies: list[float]
-    """At the end."""
+    quality: Quality
+    finals: list[float]
+    """Accuracy or test loss at the end."""
     losses: list[float]
     bests: list[float]
-    """The best accuracy of any evaluation."""
+    """The best value of any evaluation."""
     convergence_epochs: list[float]
     """Of the runs that converged."""
 
     @property
-    def best(self) -> float:
-        return max(self.bests)
+    def best(self) -> float | None:
+        return self.quality.best(self.bests)
 
     @property
-    def accuracy(self) -> float:
-        return math.fsum(self.accuracies) / len(self.accuracies)
+    def final(self) -> float:
+        return math.fsum(self.finals) / len(self.finals)
 
     @property
     def can_converge(self) -> bool:
@@ -203,19 +239,21 @@ class AccuracySummary:
 
 
 def summarize_accuracy(groups: Sequence[RunGroup]) -> list[AccuracySummary]:
-    """Groups with a final accuracy, the best first."""
+    """Groups with a final accuracy, or with a test loss if none has an accuracy; the best first."""
+    quality = quality_of(groups)
     found = [
         AccuracySummary(
             group,
-            accuracies,
+            quality,
+            finals,
             group.finals("test_loss"),
-            group.values(_best_accuracy),
+            group.values(partial(_best, quality)),
             group.values(convergence_epoch),
         )
         for group in groups
-        if (accuracies := group.finals("test_accuracy"))
+        if (finals := group.finals(quality.key))
     ]
-    return sorted(found, key=lambda one: -one.accuracy)
+    return sorted(found, key=lambda one: one.final, reverse=quality.is_higher_better)
 
 
 def _evaluations(run: Run, key: str) -> list[tuple[float, float]]:
@@ -223,10 +261,9 @@ def _evaluations(run: Run, key: str) -> list[tuple[float, float]]:
     return [(entry["epoch"], entry[key]) for entry in run.history if is_number(entry.get(key))]
 
 
-def _best_accuracy(run: Run) -> float | None:
-    final = run.final("test_accuracy")
-    values = [value for _, value in _evaluations(run, "test_accuracy")]
-    return max([*values, *known([final])], default=None)
+def _best(quality: Quality, run: Run) -> float | None:
+    values = [value for _, value in _evaluations(run, quality.key)]
+    return quality.best([*values, *known([run.final(quality.key)])])
 
 
 def convergence_epoch(run: Run) -> float | None:
@@ -240,7 +277,7 @@ def convergence_epoch(run: Run) -> float | None:
     last_epoch, final = losses[-1]
     converged = last_epoch
     for epoch, loss in reversed(losses):
-        if abs(loss - final) > CONVERGENCE_TOLERANCE * final:
+        if abs(loss - final) > CONVERGENCE_TOLERANCE * abs(final):
             break
         converged = epoch
     return converged if last_epoch - converged >= CONVERGENCE_SHARE * last_epoch else None

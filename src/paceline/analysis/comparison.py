@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import fmean
 
 from paceline.analysis.accuracy import accuracy_increase
@@ -14,6 +15,7 @@ from paceline.analysis.contention import CpuContention, find_contention
 from paceline.analysis.run_group import (
     RunGroup,
     differing,
+    metric_names,
     scales_to_samples,
     settings_key,
     value_text,
@@ -21,6 +23,8 @@ from paceline.analysis.run_group import (
 from paceline.analysis.statistics import Difference, correct, relative_increase
 from paceline.errors import RecordsError
 
+FOLLOW_FROM_LOSS = ("perplexity", "bits_per_byte")
+"""Metrics that are significant where the loss is."""
 STEP_TIME = "Step time"
 SAMPLE_TIME = "Time per 1,000 samples"
 
@@ -75,6 +79,7 @@ class FigureRow:
 class FigureTable:
     title: str
     rows: list[FigureRow]
+    is_time: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +180,8 @@ def significance(groups: Sequence[RunGroup]) -> list[Significance]:
             accuracy = accuracy_increase(*pair)
             if accuracy is not None:
                 found.append(Significance("test accuracy", other.label, accuracy))
+            for name in metric_names(pair, ignoring=FOLLOW_FROM_LOSS):
+                found += _figure(*pair, name.replace("_", " "), partial(finals, key=name))
     # All of them are reported together, so they are one family of comparisons.
     corrected = correct([one.difference for one in found])
     return [replace(one, difference=gap) for one, gap in zip(found, corrected, strict=True)]
@@ -204,9 +211,14 @@ def _figure(
     own, others = values(first), values(other)
     return (
         [Significance(name, other.label, relative_increase(own, others))]
-        if own and sum(others)
+        if can_be_shares(own, others)
         else []
     )
+
+
+def can_be_shares(own: Sequence[float], others: Sequence[float]) -> bool:
+    """Whether a difference can be a share of the other's mean: not of zero or negative values."""
+    return bool(own and others) and min(*own, *others) >= 0 and sum(others) > 0
 
 
 def _blocks(group: RunGroup) -> list[float]:
@@ -326,6 +338,7 @@ def _tables(matches: Sequence[Match]) -> list[FigureTable]:
     title, step = STEP_TIME, _step_seconds
     if any(scales_to_samples((one.first, one.other)) for one in matches):
         title, step = SAMPLE_TIME, _sample_seconds
+    groups = [group for one in matches for group in (one.first, one.other)]
     tables = [
         _table(matches, title, step, is_time=True),
         _table(matches, "Time to target", _target_seconds, is_time=True),
@@ -336,6 +349,7 @@ def _tables(matches: Sequence[Match]) -> list[FigureTable]:
             lambda one: accuracy_increase(one.other, one.first),
         ),
         _table(matches, "Test loss", lambda group: group.finals("test_loss")),
+        *(_metric_table(matches, name) for name in metric_names(groups, FOLLOW_FROM_LOSS)),
     ]
     # All rows are read together, so those that are tested are one family of comparisons.
     tested = [row for table in tables for row in table.rows if row.change and not row.is_disturbed]
@@ -345,10 +359,16 @@ def _tables(matches: Sequence[Match]) -> list[FigureTable]:
         FigureTable(
             table.title,
             [replace(row, change=corrected.get(id(row), row.change)) for row in table.rows],
+            table.is_time,
         )
         for table in tables
         if any(row.change is not None for row in table.rows)
     ]
+
+
+def _metric_table(matches: Sequence[Match], name: str) -> FigureTable:
+    title = name.replace("_", " ").capitalize()
+    return _table(matches, title, lambda group: group.finals(name))
 
 
 def _table(
@@ -366,12 +386,12 @@ def _table(
         if not first and not other:
             continue
         change = None
-        if first and other and fmean(first) > 0:
+        if can_be_shares(other, first):
             change = increase(one) if increase else relative_increase(other, first)
         means = [fmean(own) if own else None for own in (first, other)]
         is_disturbed = is_time and bool(one.contention)
         rows.append(FigureRow(one, means[0], means[1], change, is_disturbed))
-    return FigureTable(title, rows)
+    return FigureTable(title, rows, is_time)
 
 
 def _step_seconds(group: RunGroup) -> list[float]:

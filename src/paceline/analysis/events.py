@@ -175,7 +175,7 @@ def _is_count(value: Any) -> TypeGuard[int]:
 
 
 EVALUATION_KEYS = (
-    "iteration", "epoch", "rank", "test_loss", "test_accuracy", "learning_rate", "wall_seconds",
+    "iteration", "epoch", "rank", "test_loss", "learning_rate", "wall_seconds",
 )  # fmt: skip
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from paceline.analysis.validation import is_number
 
 
 def evaluation_curve(group: RunGroup, key: str, axis: str) -> Curve | None:
-    """An evaluated metric such as test_loss against iteration, epoch or seconds."""
+    """An evaluated figure against iteration, epoch or seconds: test_loss, or a metric by name."""
     curves = [curve for run in group.shown if len(curve := _evaluations(run, key, axis))]
     if not curves:
         return None
@@ -30,10 +31,16 @@ def evaluation_curve(group: RunGroup, key: str, axis: str) -> Curve | None:
     return merge_repeats(curves)[0]
 
 
+def evaluated(entry: Mapping[str, Any], key: str) -> Any:
+    """A figure of an evaluation: of its entry in the history, or a metric by its name."""
+    return entry[key] if key in entry else entry.get("metrics", {}).get(key)
+
+
 def _evaluations(run: Run, key: str, axis: str) -> Curve:
-    rows = [entry for entry in run.history if is_number(entry.get(key))]
-    x = np.array([entry[axis] for entry in rows], dtype=np.float64)
-    y = np.array([entry[key] for entry in rows], dtype=np.float64)
+    found = [(entry[axis], evaluated(entry, key)) for entry in run.history]
+    rows = [(at, value) for at, value in found if is_number(value)]
+    x = np.array([at for at, _ in rows], dtype=np.float64)
+    y = np.array([value for _, value in rows], dtype=np.float64)
     return Curve(x, y, y, y)
 
 

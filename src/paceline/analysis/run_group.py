@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean
@@ -16,7 +16,7 @@ IGNORED_FIELDS = frozenset(
     (
         "seed", "name", "out", "data_dir", "node_rank", "master_addr", "master_port", "trace",
         "tensorboard", "sample_seconds", "rendezvous_seconds", "timeout_seconds", "max_restarts",
-        "resident_limit_mib", "checkpoint_keep",
+        "resident_limit_mib", "checkpoint_keep", "metrics",
     )
 )  # fmt: skip
 """Settings in which repeats may differ."""
@@ -128,6 +128,13 @@ class RunGroup:
         """The mean of a final figure over the finished runs."""
         values = self.finals(key)
         return fmean(values) if values else None
+
+
+def metric_names(groups: Iterable[RunGroup], ignoring: Collection[str] = ()) -> list[str]:
+    """Metrics that some run has, besides accuracy, which is a final figure of its own."""
+    results = (run.result for group in groups for run in group.shown)
+    names = dict.fromkeys(name for one in results if one for name in one.get("metrics", {}))
+    return [name for name in names if name not in ("accuracy", *ignoring)]
 
 
 def known(values: Iterable[float | None]) -> list[float]:

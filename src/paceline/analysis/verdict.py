@@ -10,12 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.analysis.accuracy import (
+    ACCURACY,
     AccuracyDifference,
     ChanceAccuracy,
+    Quality,
     TrainingLengths,
     compare_accuracy,
     compare_training_lengths,
     find_chance_accuracy,
+    quality_of,
 )
 from paceline.analysis.communication import read_comm_measurements
 from paceline.analysis.contention import CpuContention, find_contention
@@ -28,13 +31,15 @@ from paceline.analysis.scaling import ScalingPoint, ScalingSeries, scaling_serie
 from paceline.analysis.statistics import Difference, against_first
 
 MOST_ACCURACY_LOST = 0.01
-"""Accuracy that the fastest configuration may lose without a finding."""
+"""Accuracy that the fastest configuration may lose without a finding; of a test loss, the share
+that it may have more."""
 
 
 @dataclass(frozen=True, slots=True)
 class AccuracyLoss:
-    """The fastest configuration is less accurate than another one."""
+    """The fastest configuration is less accurate than another one, or has a higher test loss."""
 
+    quality: Quality
     fastest: float
     best: float
     best_label: str
@@ -193,16 +198,19 @@ def _superlinear(
 
 
 def _accuracy_loss(ranking: Sequence[RankedGroup]) -> AccuracyLoss | None:
+    quality = quality_of(one.group for one in ranking)
     known = [
-        (one.group, accuracy)
+        (one.group, value)
         for one in ranking
-        if (accuracy := one.group.mean_of("test_accuracy")) is not None
+        if (value := one.group.mean_of(quality.key)) is not None
     ]
     if len(known) < 2 or known[0][0] is not ranking[0].group:
         return None
-    (fastest, own), (best, accuracy) = known[0], max(known, key=lambda item: item[1])
-    if accuracy - own <= MOST_ACCURACY_LOST:
+    fastest, own = known[0]
+    best, value = max(known, key=lambda item: quality.lead(item[1], own))
+    tolerance = MOST_ACCURACY_LOST * (1.0 if quality is ACCURACY else abs(value))
+    if quality.lead(value, own) <= tolerance:
         return None
     # The best was selected from all the others, so each of them is a comparison.
-    difference = compare_accuracy(best, fastest, comparisons=len(known) - 1)
-    return AccuracyLoss(own, accuracy, best.label, difference)
+    difference = compare_accuracy(best, fastest, quality=quality, comparisons=len(known) - 1)
+    return AccuracyLoss(quality, own, value, best.label, difference)

@@ -219,11 +219,13 @@ def _print_cells(console: Console, folder: StudyFolder, study: Study) -> None:
             return formatting.spread(values, format)
         return formatting.interval(sum(values) / len(values), half, format)
 
-    figures = ("accuracy", "time per iteration")
+    found = list(rows(folder, study, lambda path: open_run(path).iteration_seconds))
+    has_accuracy = any(row.accuracies for row in found) or not any(row.losses for row in found)
+    figures = ("accuracy" if has_accuracy else "test loss", "time per iteration")
     table = _table("cell", "status", *figures, right=figures)
     part = ""
     has_repeats = False
-    for row in rows(folder, study, lambda path: open_run(path).iteration_seconds):
+    for row in found:
         has_repeats = has_repeats or len(row.iteration_seconds) > 1
         if row.part != part and len(study.parts) > 1:
             table.add_row(f"{row.part}:")
@@ -231,7 +233,7 @@ def _print_cells(console: Console, folder: StudyFolder, study: Study) -> None:
         table.add_row(
             row.label,
             row.status,
-            text(row.accuracies, formatting.number),
+            text(row.accuracies if has_accuracy else row.losses, formatting.number),
             text(row.iteration_seconds, formatting.seconds),
         )
     console.print()

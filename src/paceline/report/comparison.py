@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from paceline import formatting
@@ -11,7 +12,13 @@ from paceline.analysis import comparison
 from paceline.analysis.comparison import Comparison, FigureTable, StudyPair, mean, significance
 from paceline.analysis.phases import run_breakdown
 from paceline.analysis.run import Run
-from paceline.analysis.run_group import RunGroup, describe_workers, differing, known_text
+from paceline.analysis.run_group import (
+    RunGroup,
+    describe_workers,
+    differing,
+    known_text,
+    metric_names,
+)
 from paceline.analysis.step_cost import worker_memory
 from paceline.analysis.verdict import make_verdict
 from paceline.errors import RecordsError
@@ -34,9 +41,6 @@ from paceline.report.sections import build_sections
 from paceline.report.sections.common import section_context
 from paceline.report.sections.overview import machine
 from paceline.report.sections.timing import first_iteration_note
-
-FORMATS = {"Test accuracy": formatting.number, "Test loss": formatting.number}
-"""Of the figures of studies; the others are times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +98,15 @@ def _formats(group: RunGroup) -> str:
 
 def result_rows(groups: Sequence[RunGroup]) -> list[Row]:
     """The figures that some configuration has."""
-    rows = [Row(name, [text(group) for group in groups]) for name, text in FIGURES.items()]
+    figures: dict[str, Callable[[RunGroup], str]] = {}
+    for name, text in FIGURES.items():
+        figures[name] = text
+        if name == "test loss":
+            figures |= {
+                metric.replace("_", " "): _mean(partial(Run.final, key=metric), formatting.number)
+                for metric in metric_names(groups)
+            }
+    rows = [Row(name, [text(group) for group in groups]) for name, text in figures.items()]
     splits = [run_breakdown(group) for group in groups]
     for phase in PHASES:
         shares = [split.share(phase) if split else None for split in splits]
@@ -131,8 +143,6 @@ FIGURES: dict[str, Callable[[RunGroup], str]] = {
     "repeats": lambda group: "-" if len(group.runs) < 2 else formatting.count(len(group.runs)),
     "test accuracy": _mean(lambda run: run.final("test_accuracy"), formatting.number),
     "test loss": _mean(lambda run: run.final("test_loss"), formatting.number),
-    "perplexity": _mean(lambda run: run.final("perplexity"), formatting.number),
-    "bits per byte": _mean(lambda run: run.final("bits_per_byte"), formatting.number),
     "training loss": _mean(lambda run: run.final("train_loss"), formatting.number),
     "wall time": _mean(lambda run: run.wall_seconds, formatting.seconds),
     "time to target": _mean(lambda run: run.seconds_to_target, formatting.seconds),
@@ -154,7 +164,7 @@ FIGURES: dict[str, Callable[[RunGroup], str]] = {
 
 
 def pair_rows(table: FigureTable) -> list[PairRow]:
-    text = FORMATS.get(table.title, formatting.seconds)
+    text = formatting.seconds if table.is_time else formatting.number
     return [
         PairRow(
             row.match.name,

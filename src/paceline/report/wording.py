@@ -10,7 +10,12 @@ from dataclasses import dataclass
 
 from paceline import formatting
 from paceline.analysis import recommendations as advice
-from paceline.analysis.accuracy import AccuracyDifference, ChanceAccuracy
+from paceline.analysis.accuracy import (
+    ACCURACY,
+    AccuracyDifference,
+    ChanceAccuracy,
+    quality_of,
+)
 from paceline.analysis.comparison import FigureRow, StudyPair, summarize_pair
 from paceline.analysis.contention import CpuContention
 from paceline.analysis.phases import Bottleneck, CommunicationCause, Explanation
@@ -87,7 +92,8 @@ def _fastest(verdict: Verdict, ranking: Ranking) -> str:
     else:
         text = ranking_headline(ranking, verdict.lead)
         if len(ranking.entries) > 1 and not any(is_exact(one.group) for one in ranking.entries):
-            text += " All of these are approximate: compare accuracy as well as time."
+            quality = quality_of(one.group for one in ranking.entries)
+            text += f" All of these are approximate: compare {quality.name} as well as time."
     return text + "".join(
         f" {point.group.label}: scaling {efficiency_text(series, point)}."
         for series, point in verdict.superlinear
@@ -142,21 +148,23 @@ def ranking_headline(ranking: Ranking, lead: Difference | None, scope: str = "")
 
 
 def beside_exact(ranking: Ranking, lead: Difference | None, exact: RankedGroup) -> str:
-    """The fastest approximate configuration, and its accuracy beside that of the fastest exact."""
+    """The fastest approximate configuration, and its result beside that of the fastest exact."""
     text = "Approximate configurations can change the result"
     first = ranking.entries[0].group
-    own, other = first.mean_of("test_accuracy"), exact.group.mean_of("test_accuracy")
+    quality = quality_of((first, exact.group))
+    own, other = first.mean_of(quality.key), exact.group.mean_of(quality.key)
     if own is not None and other is not None:
-        text += f": test accuracy {own:.4f} with {first.label}, {other:.4f} with exact training"
+        text += f": {quality.name} {own:.4f} with {first.label}, {other:.4f} with exact training"
         text += f" ({exact.group.label})"
     return f"{ranking_headline(ranking, lead, 'approximate')} {text}."
 
 
 def _only(ranking: Ranking, only: RankedGroup) -> str:
     text = f"{only.group.label}: {formatting.seconds(only.mean)} {ranking.name}"
-    accuracy = only.group.mean_of("test_accuracy")
-    if accuracy is not None:
-        text += f", test accuracy {accuracy:.4f}"
+    quality = quality_of([only.group])
+    value = only.group.mean_of(quality.key)
+    if value is not None:
+        text += f", {quality.name} {value:.4f}"
     return f"{text}."
 
 
@@ -486,17 +494,19 @@ def _about_straggler(one: Straggler) -> Finding:
 def _about_accuracy(verdict: Verdict) -> Iterator[Finding]:
     if verdict.lengths is not None:
         shortest, longest = verdict.lengths.shortest, verdict.lengths.longest
+        has_accuracy = quality_of((shortest, longest)) is ACCURACY
+        results = "accuracies, losses" if has_accuracy else "losses"
         yield Finding(
             "Training length",
             f"{shortest.label} was trained on {verdict.lengths.fewest_samples:,} samples,"
-            f" {longest.label} on {verdict.lengths.most_samples:,}: accuracies, losses and wall"
-            " times are not comparable, times per iteration are.",
+            f" {longest.label} on {verdict.lengths.most_samples:,}: {results} and wall times are"
+            " not comparable, times per iteration are.",
         )
     loss = verdict.accuracy_loss
     if loss is not None:
         note = accuracy_note(loss.difference)
         yield Finding(
-            "Accuracy",
+            "Accuracy" if loss.quality is ACCURACY else "Test loss",
             f"the fastest reaches {loss.fastest:.4f}, {loss.best_label} reaches {loss.best:.4f}"
             f"{note and f', {note}'}.",
         )

@@ -234,7 +234,9 @@ class Row:
     label: str
     status: str
     accuracies: tuple[float, ...]
-    """Final test accuracy of each finished repeat."""
+    """Final test accuracy of each finished repeat that has one."""
+    losses: tuple[float, ...]
+    """Final test loss of each finished repeat."""
     iteration_seconds: tuple[float, ...]
     """Step time of each finished repeat."""
 
@@ -249,13 +251,14 @@ def rows(folder: StudyFolder, study: Study, step_seconds: StepSeconds) -> Iterat
 
 def _row(folder: StudyFolder, part: str, cells: list[Cell], step_seconds: StepSeconds) -> Row:
     statuses: Counter[str] = Counter()
-    figures: list[tuple[float | None, float | None]] = []
+    figures: list[tuple[float | None, float | None, float | None]] = []
     for cell in cells:
         try:
             status, result = folder.status(cell), folder.result(cell)
             if status == "finished" and result is not None:
                 seconds = step_seconds(folder.run_folder(cell).path)
-                figures.append((result["final"].get("test_accuracy"), seconds))
+                final = result["final"]
+                figures.append((final.get("test_accuracy"), final.get("test_loss"), seconds))
         except (RecordsError, LookupError, TypeError, AttributeError):
             # The result is valid JSON with unexpected contents.
             status = "damaged"
@@ -266,6 +269,7 @@ def _row(folder: StudyFolder, part: str, cells: list[Cell], step_seconds: StepSe
         part=part,
         label=cells[0].label,
         status=", ".join(counts),
-        accuracies=tuple(value for value, _ in figures if value is not None),
-        iteration_seconds=tuple(value for _, value in figures if value is not None),
+        accuracies=tuple(value for value, _, _ in figures if value is not None),
+        losses=tuple(value for _, value, _ in figures if value is not None),
+        iteration_seconds=tuple(value for _, _, value in figures if value is not None),
     )

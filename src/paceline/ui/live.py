@@ -152,10 +152,16 @@ def _points(event: dict[str, Any]) -> list[Point]:
     ]
 
 
-def _evaluation(event: dict[str, Any]) -> list[Point]:
-    """[iteration, accuracy]; empty if the event is malformed."""
-    iteration, accuracy = event.get("iteration"), event.get("test_accuracy")
-    return [[iteration, accuracy]] if is_number(iteration) and is_number(accuracy) else []
+def _evaluation(event: dict[str, Any]) -> list[tuple[float, dict[str, float]]]:
+    """(iteration, figures of the test set by name); empty if the event is malformed."""
+    iteration, metrics = event.get("iteration"), event.get("metrics")
+    figures = {
+        "accuracy": event.get("test_accuracy"),
+        **(metrics if isinstance(metrics, dict) else {}),
+        "loss": event.get("test_loss"),
+    }
+    known = {name: value for name, value in figures.items() if is_number(value)}
+    return [(iteration, known)] if is_number(iteration) and known else []
 
 
 def downsample(points: list[Point]) -> list[Point]:

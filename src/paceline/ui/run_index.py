@@ -61,6 +61,7 @@ class Entry:
     iteration_seconds: float | None = None
     """As in a report; the latest value while the run is training."""
     accuracy: float | None = None
+    test_loss: float | None = None
     wall_seconds: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -240,6 +241,7 @@ def _outcome(run: Run, result: Result) -> dict[str, Any]:
         "iterations": int(result["iterations"]),
         "iteration_seconds": run.iteration_seconds,
         "accuracy": result["final"].get("test_accuracy"),
+        "test_loss": result["final"].get("test_loss"),
         "wall_seconds": float(result["wall_seconds"]),
     }
 

@@ -47,4 +47,6 @@ def unknown(names: Sequence[str]) -> list[str]:
 def build_sections(context: SectionContext, names: Sequence[str]) -> list[Section]:
     """The named sections that have data."""
     built = ((name, list(SECTIONS[name].build(context))) for name in names)
-    return [Section(name, SECTIONS[name].title, blocks) for name, blocks in built if blocks]
+    return [
+        Section(name, SECTIONS[name].title_in(context), blocks) for name, blocks in built if blocks
+    ]

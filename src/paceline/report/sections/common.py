@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 from paceline import formatting
 from paceline.analysis.curves import Curve
 from paceline.analysis.ranking import rank_groups
-from paceline.analysis.run_group import RunGroup
+from paceline.analysis.run_group import RunGroup, metric_names
 from paceline.analysis.statistics import half_interval
 from paceline.report.charts.bars import Bar, BarChart, Part, draw_bars
 from paceline.report.charts.lines import LineChart, Series, draw_lines
@@ -42,6 +42,16 @@ class SectionContext:
     @property
     def finished(self) -> list[RunGroup]:
         return [group for group in self.groups if group.finished]
+
+    @property
+    def has_accuracy(self) -> bool:
+        runs = (run for group in self.groups for run in group.shown)
+        return any(run.final("test_accuracy") is not None for run in runs)
+
+    @property
+    def metrics(self) -> list[str]:
+        """Names of the metrics besides accuracy."""
+        return metric_names(self.groups)
 
     def is_plotted(self, group: RunGroup) -> bool:
         return id(group) in self.color_indices
@@ -86,15 +96,19 @@ Build = Callable[[SectionContext], Iterable[Block]]
 
 @dataclass(frozen=True, slots=True)
 class RegisteredSection:
-    title: str
+    title: str | Callable[[SectionContext], str]
+    """A function if it depends on the data."""
     build: Build
+
+    def title_in(self, context: SectionContext) -> str:
+        return self.title if isinstance(self.title, str) else self.title(context)
 
 
 SECTIONS: dict[str, RegisteredSection] = {}
 """By name; `paceline.report.sections` imports the modules that register them."""
 
 
-def section(name: str, title: str) -> Callable[[Build], Build]:
+def section(name: str, title: str | Callable[[SectionContext], str]) -> Callable[[Build], Build]:
     """Register a function that yields the blocks of a section; one that yields none is omitted."""
 
     def register(build: Build) -> Build:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from paceline import formatting
 from paceline.analysis.accuracy import (
+    ACCURACY,
     CONVERGENCE_TOLERANCE,
     AccuracySummary,
     common_accuracy,
@@ -44,7 +45,7 @@ AXES = {
     "seconds": ("training time", "seconds", "by time"),
 }
 """Key of an evaluation -> name of the axis, its quantity, and the label of the tab."""
-METRICS = {
+CURVES = {
     "train_loss": "Training loss",
     "test_loss": "Test loss",
     "test_accuracy": "Test accuracy",
@@ -80,10 +81,17 @@ def target(context: SectionContext) -> Iterator[Block]:
         )
 
 
-@section("curves", "Loss and accuracy")
+def _curves_title(context: SectionContext) -> str:
+    if context.has_accuracy:
+        return "Loss and accuracy"
+    return "Loss and metrics" if context.metrics else "Loss"
+
+
+@section("curves", _curves_title)
 def curves(context: SectionContext) -> Iterator[Block]:
     has_figures = False
-    for key, title in METRICS.items():
+    more = {name: name.replace("_", " ").capitalize() for name in context.metrics}
+    for key, title in {**CURVES, **more}.items():
         figures = list(_curve_tabs(context, key, title))
         if figures:
             has_figures = True
@@ -147,36 +155,39 @@ def _y_top(context: SectionContext, series: Sequence[Series]) -> float | None:
     return 1.1 * max(usual) if usual and most > 3 * max(usual) > 0 else None
 
 
-@section("accuracy", "Accuracy")
+@section("accuracy", lambda context: "Accuracy" if context.has_accuracy else "Test loss")
 def accuracy(context: SectionContext) -> Iterator[Block]:
     summaries = summarize_accuracy(context.groups)
     if not summaries:
         return
     yield answer(accuracy_answer(summaries))
-    bars = mean_bars(context, [(one.group, one.accuracies) for one in summaries], formatting.number)
-    if len(bars) > 1:
+    quality, best = summaries[0].quality, summaries[0]
+    bars = mean_bars(context, [(one.group, one.finals) for one in summaries], formatting.number)
+    # Bars start at zero, and the loss of a user's model may be negative.
+    if len(bars) > 1 and all(value >= 0 for one in summaries for value in one.finals):
         yield from bar_figure(
-            context.figure_name("accuracy"), "Final test accuracy", "test accuracy", bars
+            context.figure_name("accuracy" if quality is ACCURACY else "test-loss"),
+            f"Final {quality.name}",
+            quality.name,
+            bars,
         )
     is_comparable = have_same_dataset(summaries)
-    common, best = common_accuracy(summaries), summaries[0]
-    below_best: Column[AccuracySummary] = Column(
-        "below the best",
-        lambda one: None if one is best else best.accuracy - one.accuracy,
+    has_accuracy = quality is ACCURACY
+    common = common_accuracy(summaries) if has_accuracy else None
+    behind: Column[AccuracySummary] = Column(
+        "below the best" if has_accuracy else "above the best",
+        lambda one: None if one is best else quality.lead(best.final, one.final),
         formatting.number,
     )
-    to_common: Column[AccuracySummary] = Column(
-        f"epochs to {common:.2f}",
-        lambda one: _epochs_text(epochs_to_accuracy(one.group, common), one),
-    )
+    figure = quality.name.removeprefix("test ")
     yield table(
         summaries,
         Column("configuration", lambda one: one.group.label),
-        Column("final accuracy", lambda one: one.accuracies, formatting.number),
-        *([below_best] if is_comparable else []),
-        Column("test loss", lambda one: one.losses, formatting.number),
-        Column("best accuracy", lambda one: one.best, formatting.number),
-        *([to_common] if is_comparable else []),
+        Column(f"final {figure}", lambda one: one.finals, formatting.number),
+        *([behind] if is_comparable else []),
+        *([Column("test loss", lambda one: one.losses, formatting.number)] if has_accuracy else []),
+        Column(f"best {figure}", lambda one: one.best, formatting.number),
+        *([_epochs_column(common)] if is_comparable and common is not None else []),
         Column("converged after epoch", lambda one: _epochs_text(one.convergence_epochs, one)),
     )
     text = (
@@ -184,12 +195,19 @@ def accuracy(context: SectionContext) -> Iterator[Block]:
         f" {formatting.share(CONVERGENCE_TOLERANCE)} of its final value, for at least a fifth of"
         " the run."
     )
-    if is_comparable:
+    if is_comparable and common is not None:
         text = (
             f"Epochs to {common:.2f}: to the first evaluation with this accuracy, which every"
             f" finished run reached. {text}"
         )
     yield note(" ".join([text, *_views_notes([one.group for one in summaries])]))
+
+
+def _epochs_column(common: float) -> Column[AccuracySummary]:
+    return Column(
+        f"epochs to {common:.2f}",
+        lambda one: _epochs_text(epochs_to_accuracy(one.group, common), one),
+    )
 
 
 def _views_notes(groups: Sequence[RunGroup]) -> Iterator[str]:
@@ -211,34 +229,40 @@ def _epochs_text(epochs: Sequence[float], summary: AccuracySummary) -> str:
 
 
 def accuracy_answer(summaries: Sequence[AccuracySummary]) -> str:
+    quality = summaries[0].quality
+    has_accuracy = quality is ACCURACY
     if not have_same_dataset(summaries):
-        return "Not compared: accuracies are of different data."
+        what = "accuracies" if has_accuracy else "losses"
+        return f"Not compared: {what} are of different data."
     if len(summaries) == 1:
         return f"{_single_accuracy(summaries[0])}."
     best, second, last = summaries[0], summaries[1], summaries[-1]
-    gap = best.accuracy - second.accuracy
+    gap = quality.lead(best.final, second.final)
     difference = compare_accuracy(
-        best.group, second.group, comparisons=math.comb(len(summaries), 2)
+        best.group, second.group, quality=quality, comparisons=math.comb(len(summaries), 2)
     )
     noise = accuracy_note(difference)
     suffix = f", {noise}" if noise else ""
     if difference.is_chance:
         text = (
-            f"No clear accuracy winner: test accuracy {best.accuracy:.4f} of {best.group.label}"
-            f" and {second.accuracy:.4f} of {second.group.label} are {noise}"
+            f"No clear {'accuracy ' * has_accuracy}winner: {quality.name} {best.final:.4f} of"
+            f" {best.group.label} and {second.final:.4f} of {second.group.label} are {noise}"
         )
     else:
+        praise = "is most accurate" if has_accuracy else "has the lowest loss"
         text = (
-            f"{best.group.label} is most accurate: test accuracy {best.accuracy:.4f}; next is"
-            f" {second.group.label} with {second.accuracy:.4f}, {gap:.4f} less{suffix}"
+            f"{best.group.label} {praise}: {quality.name} {best.final:.4f}; next is"
+            f" {second.group.label} with {second.final:.4f}, {gap:.4f}"
+            f" {'less' if has_accuracy else 'more'}{suffix}"
         )
     if last is not second:
-        text += f"; lowest {last.group.label}: {last.accuracy:.4f}"
+        worst = "lowest" if has_accuracy else "highest"
+        text += f"; {worst} {last.group.label}: {last.final:.4f}"
     return f"{text}."
 
 
 def _single_accuracy(only: AccuracySummary) -> str:
-    text = f"{only.group.label}: test accuracy {only.accuracy:.4f}"
+    text = f"{only.group.label}: {only.quality.name} {only.final:.4f}"
     if not only.can_converge:
         return text
     if not only.convergence_epochs:
@@ -260,12 +284,15 @@ def _evaluation_table(entries: Sequence[dict[str, Any]]) -> Table:
     if len(entries) > MAX_EVALUATIONS:
         step = (len(entries) - 1) / (MAX_EVALUATIONS - 1)
         entries = [entries[round(index * step)] for index in range(MAX_EVALUATIONS)]
+    accuracies: Column[dict[str, Any]] = Column(
+        "validation accuracy", _accuracy_in, formatting.number
+    )
     return table(
         entries,
         Column("epoch", lambda entry: f"{entry['epoch']:.2f}"),
         Column("rank", lambda entry: entry["rank"]),
         Column("validation loss", lambda entry: entry["test_loss"], formatting.number),
-        Column("validation accuracy", lambda entry: entry["test_accuracy"], formatting.number),
+        *([accuracies] if any(_accuracy_in(one) is not None for one in entries) else []),
         *(_metric_column(name) for name in _metrics_in(entries[-1]) if name != "accuracy"),
         Column("learning rate", lambda entry: f"{entry['learning_rate']:.3g}"),
         Column("wall time", lambda entry: entry["wall_seconds"], formatting.seconds),
@@ -276,6 +303,11 @@ def _metric_column(name: str) -> Column[dict[str, Any]]:
     return Column(
         name.replace("_", " "), lambda entry: _metrics_in(entry).get(name), formatting.number
     )
+
+
+def _accuracy_in(entry: dict[str, Any]) -> float | None:
+    value = entry.get("test_accuracy")
+    return value if is_number(value) else None
 
 
 def _metrics_in(entry: dict[str, Any]) -> dict[str, float]:

@@ -63,15 +63,15 @@ def overview(context: SectionContext) -> Iterator[Block]:
             formatting.seconds,
             has_interval=True,
         ),
-        _final_column("test accuracy", "test_accuracy"),
+        *([_final_column("test accuracy", "test_accuracy")] if context.has_accuracy else []),
         _final_column("test loss", "test_loss"),
-        *(_final_column(name.replace("_", " "), name) for name in _more_metrics(context.groups)),
+        *(_final_column(name.replace("_", " "), name) for name in context.metrics),
         _final_column("training loss", "train_loss"),
         text_columns=2,
     )
     yield from first_iteration_note(context.groups)
     yield from interval_note(context.groups)
-    yield from _repeats(context.groups)
+    yield from _repeats(context)
     runs = [run for group in context.groups for run in group.runs]
     failures = [(f"{run.id}: {run.status}.", run_cause(run)) for run in runs if not run.is_finished]
     failures += [
@@ -115,22 +115,15 @@ def _final_column(heading: str, key: str) -> Column[RunGroup]:
     )
 
 
-def _more_metrics(groups: Sequence[RunGroup]) -> list[str]:
-    """Names of the metrics besides accuracy."""
-    results = [run.result for group in groups for run in group.runs if run.result]
-    names = dict.fromkeys(name for result in results for name in result.get("metrics", {}))
-    return [name for name in names if name != "accuracy"]
-
-
 class _Repeat(NamedTuple):
     label: str
     number: int
     run: Run
 
 
-def _repeats(groups: Sequence[RunGroup]) -> Iterator[Block]:
+def _repeats(context: SectionContext) -> Iterator[Block]:
     """A row per run, where groups have several."""
-    repeated = [group for group in groups if len(group.runs) > 1]
+    repeated = [group for group in context.groups if len(group.runs) > 1]
     if not repeated:
         return
     repeats = [
@@ -153,8 +146,9 @@ def _repeats(groups: Sequence[RunGroup]) -> Iterator[Block]:
             Column("iterations", lambda row: row.run.iterations, formatting.count),
             Column("wall time", lambda row: row.run.wall_seconds, formatting.seconds),
             Column("time per iteration", lambda row: row.run.iteration_seconds, formatting.seconds),
-            Column("test accuracy", lambda row: row.run.final("test_accuracy"), formatting.number),
-            Column("test loss", lambda row: row.run.final("test_loss"), formatting.number),
+            *([_repeat_column("test_accuracy")] if context.has_accuracy else []),
+            _repeat_column("test_loss"),
+            *map(_repeat_column, context.metrics),
             Column("training loss", lambda row: row.run.final("train_loss"), formatting.number),
             *target,
             Column("run", lambda row: row.run.id),
@@ -164,6 +158,10 @@ def _repeats(groups: Sequence[RunGroup]) -> Iterator[Block]:
     if len(repeats) > MAX_REPEATS:
         blocks.append(note(f"The first {MAX_REPEATS} of {len(repeats):,} runs."))
     yield Details("Each repeat", blocks)
+
+
+def _repeat_column(key: str) -> Column[_Repeat]:
+    return Column(key.replace("_", " "), lambda row: row.run.final(key), formatting.number)
 
 
 @section("configuration", "Configuration and machine")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from paceline import formatting
-from paceline.analysis.accuracy import compare_accuracy
+from paceline.analysis.accuracy import ACCURACY, compare_accuracy, quality_of
 from paceline.analysis.phases import COMPUTE_PHASES, explain, iteration_breakdown
 from paceline.analysis.ranking import ConditionRanking, RankedGroup, is_exact, rank_by_condition
 from paceline.analysis.run_group import RunGroup
@@ -67,6 +67,7 @@ def winners(context: SectionContext) -> Iterator[Block]:
         return
     yield answer(winners_answer(rankings))
     yield BulletList([(f"{one.condition}:", _condition_text(one)) for one in rankings])
+    quality = quality_of(context.groups)
     yield table(
         [row for one in rankings for row in _choices(one)],
         Column("condition", lambda row: row.condition),
@@ -83,11 +84,7 @@ def winners(context: SectionContext) -> Iterator[Block]:
         Column("compute", lambda row: row.phase_seconds(COMPUTE_PHASES), formatting.seconds),
         Column("communication", lambda row: row.phase_seconds(["exchange"]), formatting.seconds),
         Column("waiting", lambda row: row.phase_seconds(["wait"]), formatting.seconds),
-        Column(
-            "test accuracy",
-            lambda row: row.ranked.group.mean_of("test_accuracy"),
-            formatting.number,
-        ),
+        Column(quality.name, lambda row: row.ranked.group.mean_of(quality.key), formatting.number),
         text_columns=2,
     )
     yield note(
@@ -314,16 +311,18 @@ def batch_size(context: SectionContext) -> Iterator[Block]:
         ),
         "seconds",
     )
-    yield from bar_figure(
-        context.figure_name("batch-size", "accuracy"),
-        "Test accuracy by batch size",
-        "test accuracy",
-        mean_bars(
-            context,
-            [(row.group, row.test_accuracy) for row in rows],
-            formatting.number,
-            lambda group: labels[id(group)],
-        ),
+    quality = quality_of(context.groups)
+    values = [(row.group, row.group.finals(quality.key)) for row in rows]
+    # Bars start at zero, and the loss of a user's model may be negative.
+    if all(value >= 0 for _, own in values for value in own):
+        yield from bar_figure(
+            context.figure_name("batch-size", "accuracy" if quality is ACCURACY else "loss"),
+            f"{quality.name.capitalize()} by batch size",
+            quality.name,
+            mean_bars(context, values, formatting.number, lambda group: labels[id(group)]),
+        )
+    accuracy: Column[BatchSizeSummary] = Column(
+        "test accuracy", lambda row: row.test_accuracy, formatting.number
     )
     yield table(
         rows,
@@ -334,7 +333,7 @@ def batch_size(context: SectionContext) -> Iterator[Block]:
         Column("time per epoch", lambda row: row.epoch_seconds, formatting.seconds),
         Column("first epoch", lambda row: row.first_epoch_seconds, formatting.seconds),
         Column("test loss", lambda row: row.test_loss, formatting.number),
-        Column("test accuracy", lambda row: row.test_accuracy, formatting.number),
+        *([accuracy] if quality is ACCURACY else []),
         Column("peak memory", lambda row: row.peak_memory_bytes, formatting.size),
         Column("CPU, mean", lambda row: row.cpu_percent, formatting.percent),
     )
@@ -352,11 +351,13 @@ def batch_size_answer(rows: Sequence[BatchSizeSummary]) -> str:
         f"{name} {format_difference(gap, is_brief=True)}"
         for name, gap in compare_batch_sizes(small, large)
     ]
-    before, after = (row.group.mean_of("test_accuracy") for row in (small, large))
+    quality = quality_of((small.group, large.group))
+    before, after = (row.group.mean_of(quality.key) for row in (small, large))
     if before is not None and after is not None:
-        difference = compare_accuracy(small.group, large.group)
+        difference = compare_accuracy(small.group, large.group, quality=quality)
         noise = f" ({accuracy_note(difference)})" if difference.is_chance else ""
-        parts.append(f"accuracy {after:.4f} instead of {before:.4f}{noise}")
+        name = "accuracy" if quality is ACCURACY else quality.name
+        parts.append(f"{name} {after:.4f} instead of {before:.4f}{noise}")
     is_single = min(len(small.wall_seconds), len(large.wall_seconds)) < 2
     single = " (single run)" if is_single else ""
     return f"Batch {large.batch_size:,} against {small.batch_size:,}{single}: {', '.join(parts)}."

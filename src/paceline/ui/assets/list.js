@@ -24,6 +24,12 @@ const seconds = (value) => {
   return value < 600 ? `${value.toFixed(1)} s` : `${(value / 60).toFixed(1)} min`;
 };
 
+// The accuracy, or the loss of a task without one.
+const learned = (entry) => {
+  if (entry.accuracy !== null) return `${(100 * entry.accuracy).toFixed(1)}%`;
+  return entry.test_loss === null ? "" : `loss ${Number(entry.test_loss.toPrecision(3))}`;
+};
+
 const ago = (moment) => {
   const passed = Date.now() / 1000 - moment;
   if (passed < 90) return "just now";
@@ -100,7 +106,7 @@ function build(entry, group) {
   if (entry.kind === "study") {
     cell(row, `study, ${entry.cause}`, "note").colSpan = 7;
   } else {
-    cell(row, entry.accuracy === null ? "" : `${(100 * entry.accuracy).toFixed(1)}%`, "n");
+    cell(row, learned(entry), "n");
     cell(row, seconds(entry.iteration_seconds), "n");
     cell(row, entry.iterations === null ? "" : entry.iterations.toLocaleString("en"), "n");
     cell(row, seconds(entry.wall_seconds), "n");

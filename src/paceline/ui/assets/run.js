@@ -12,7 +12,9 @@ const status = document.getElementById("status");
 const standing = document.getElementById("standing");
 const progress = document.getElementById("progress");
 const cause = document.getElementById("cause");
-const curves = { loss: [], seconds: [], accuracy: [] };
+const curves = { loss: [], seconds: [], test: [] };
+const evaluations = []; // Iteration, and figures of the test set by name, in their order.
+const figure = document.getElementById("figure");
 const phases = new Map(); // Worker -> seconds by phase.
 document.getElementById("report").href = `/report/${path}`;
 
@@ -88,7 +90,7 @@ function draw(id) {
   const series = make("g", { class: "s0" });
   series.append(
     make("path", { class: "line", d: route.join("") }),
-    ...(id === "accuracy" ? points : [last]).map(([x, y]) => make("circle", { class: "dot", cx: px(x), cy: py(y), r: 3.5 })),
+    ...(id === "test" ? points : [last]).map(([x, y]) => make("circle", { class: "dot", cx: px(x), cy: py(y), r: 3.5 })),
   );
   svg.replaceChildren(...parts, series);
 }
@@ -166,10 +168,12 @@ function add(update) {
     if (loss !== null) curves.loss.push([iteration, loss]);
     if (spent !== null) curves.seconds.push([iteration, spent * 1000]);
   }
-  for (const [iteration, accuracy] of update.evaluations || []) {
-    curves.accuracy = curves.accuracy.filter((point) => point[0] < iteration);
-    curves.accuracy.push([iteration, 100 * accuracy]);
+  for (const [iteration, figures] of update.evaluations || []) {
+    // A resumed run repeats some evaluations.
+    while (evaluations.length && evaluations[evaluations.length - 1][0] >= iteration) evaluations.pop();
+    evaluations.push([iteration, figures]);
   }
+  if (update.evaluations) offerFigures();
   for (const id of Object.keys(curves)) {
     curves[id] = thin(curves[id]);
     draw(id);
@@ -178,6 +182,27 @@ function add(update) {
   if (phases.size) drawPhases();
   show("running");
 }
+
+// The curve of the test set shows the accuracy at first, or else the loss.
+function offerFigures() {
+  const names = Object.keys(Object.assign({}, ...evaluations.map(([, figures]) => figures)));
+  if (names.join() !== [...figure.options].map((one) => one.value).join()) {
+    const chosen = names.includes(figure.value) ? figure.value : names.find((name) => name === "accuracy") || "loss";
+    figure.replaceChildren(...names.map((name) => new Option(name.replaceAll("_", " "), name, false, name === chosen)));
+  }
+  drawFigure();
+}
+
+function drawFigure() {
+  const isShare = figure.value === "accuracy";
+  document.getElementById("unit").textContent = isShare ? "in %" : "";
+  curves.test = evaluations
+    .filter(([, figures]) => figure.value in figures)
+    .map(([iteration, figures]) => [iteration, (isShare ? 100 : 1) * figures[figure.value]]);
+  draw("test");
+}
+
+figure.addEventListener("change", drawFigure);
 
 function show(text, why) {
   status.textContent = text;
