@@ -66,6 +66,10 @@ def problems(folder: Path, text: str) -> list[str]:
             "mine.yaml:2: base.model: unknown model 'softmx': did you mean softmax?",
         ),
         (
+            "base:\n  model: softmax\n  metrics: [acuracy, mine:f1]\n",
+            "mine.yaml:3: base.metrics: unknown metric 'acuracy': did you mean accuracy?",
+        ),
+        (
             "base:\n  strategy: easgd\n  options:\n    tua: 3\n",
             "mine.yaml:4: base.options.tua: strategy easgd has no such option;"
             " it has tau, alpha, algorithm (did you mean tau?)",
