@@ -16,7 +16,6 @@ from torch.optim import SGD
 from paceline.profiler import WARNINGS_FILE
 from paceline.profiler.collection import read_ranks
 from paceline.profiler.session import Session
-from paceline.profiler.step_tracker import StepTracker
 from paceline.records import RunFolder
 from tests.support.profiled import loader, model, profiled, train_step
 
@@ -69,11 +68,15 @@ def test_an_error_in_a_hook_stops_the_profiler_but_not_the_script(
         raise ValueError("no such phase")
 
     expected = saved(run_loop())
-    monkeypatch.setattr(StepTracker, method, fail)
+    session = Session(tmp_path)
+    monkeypatch.setattr(session.tracker, method, fail)
     call = nn.Module.__call__
-    with profiled(tmp_path):
+    session.start()
+    try:
         assert saved(run_loop()) == expected
         assert nn.Module.__call__ is call
+    finally:
+        session.close()
     (line,) = (tmp_path / WARNINGS_FILE).read_text().splitlines()
     assert json.loads(line)["text"] == "the profiler stopped: ValueError: no such phase"
 

@@ -58,18 +58,9 @@ class Hooks:
         self._hook_checkpoints(guard(tracker.begin_checkpoint), guard(tracker.end_checkpoint))
 
     def _hook_models(self, tracker: StepTracker, call_model: Callable[..., Any]) -> None:
-        def make(original: Any) -> Any:
-            def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-                # Compiled code must not depend on the phase.
-                if not is_dynamo_compiling() and tracker.clock.phase in NO_MODEL:
-                    call_model(self)
-                return original(self, *args, **kwargs)
-
-            # torch.compile treats this frame like the one that it replaces.
-            call.__code__ = call.__code__.replace(co_filename=original.__code__.co_filename)
-            return call
-
-        self.replace(nn.Module, "__call__", make)
+        self.replace(
+            nn.Module, "__call__", lambda original: measured_call(original, tracker, call_model)
+        )
 
     def _hook_backward(self, begin: Callable[..., Any], end: Callable[..., Any]) -> None:
         def make(original: Any) -> Any:
@@ -143,3 +134,17 @@ class Hooks:
 
         self.replace(torch, "save", make)
         self.replace(torch.serialization, "save", make)
+
+
+def measured_call(original: Any, tracker: StepTracker, call_model: Callable[..., Any]) -> Any:
+    """`Module.__call__` that calls `call_model` first if no model is training."""
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Compiled code must not depend on the phase.
+        if not is_dynamo_compiling() and tracker.clock.phase in NO_MODEL:
+            call_model(self)
+        return original(self, *args, **kwargs)
+
+    # torch.compile treats this frame like the one that it replaces.
+    call.__code__ = call.__code__.replace(co_filename=original.__code__.co_filename)
+    return call

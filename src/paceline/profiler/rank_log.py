@@ -23,6 +23,7 @@ from torch import Tensor
 from paceline.comm.rank_info import SINGLE_PROCESS, RankInfo
 from paceline.launch import environment
 from paceline.measure.loss_block import LossBlock
+from paceline.profiler.overhead import HookCosts
 from paceline.profiler.step_tracker import StepTracker
 from paceline.records import EventWriter, RunFolder
 
@@ -36,10 +37,13 @@ Source = Callable[[], Iterable[tuple[str, dict[str, Any]]]]
 class RankLog:
     """Writes nothing before the first step: most processes that import torch never take one."""
 
-    def __init__(self, folder: RunFolder, sources: Iterable[Source] = ()) -> None:
+    def __init__(self, folder: RunFolder, costs: HookCosts, sources: Iterable[Source] = ()) -> None:
         self.folder = folder
+        self.costs = costs
         self.sources = list(sources)
-        self.seconds_spent = 0.0
+        self.measuring_seconds = 0.0
+        """Up to the last block."""
+        self._writing_seconds = 0.0
         self._events: EventWriter | None = None
         self._lock: int | None = None
         self._is_refused = False
@@ -51,8 +55,6 @@ class RankLog:
         """Of the steps of the block."""
         self._after_first: dict[str, float] = {}
         self._written = 0.0
-        self._change_seconds = 0.0
-        """Cost of one phase change."""
 
     def step(self, tracker: StepTracker) -> None:
         """Add the step that ended just now."""
@@ -128,12 +130,13 @@ class RankLog:
             samples=tracker.samples,
             checkpoints=tracker.checkpoints,
             phases=_rounded(clock.known_seconds),
-            measuring_seconds=round(self.seconds_spent + clock.switches * self._change_seconds, 6),
+            measuring_seconds=round(self.measuring_seconds, 6),
             **values,
         )
         self._first += len(losses)
         self._written = perf_counter()
-        self.seconds_spent += self._written - began
+        self._writing_seconds += self._written - began
+        self.measuring_seconds = self._writing_seconds + self.costs.seconds(tracker)
 
     def _step_seconds(self, tracker: StepTracker, steps: int) -> list[float]:
         if self._first or not steps:
@@ -153,7 +156,6 @@ class RankLog:
             self._close_files()
             return False
         self._events = EventWriter(path)
-        self._change_seconds = tracker.clock.measuring_seconds() / tracker.clock.switches
         self._events.write(
             "start",
             iteration=0,

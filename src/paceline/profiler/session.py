@@ -14,6 +14,7 @@ from typing import Any
 from paceline.errors import error_line
 from paceline.profiler import WARNINGS_FILE
 from paceline.profiler.hooks import Hooks
+from paceline.profiler.overhead import measure_hook_costs
 from paceline.profiler.rank_log import RankLog
 from paceline.profiler.step_tracker import StepTracker
 from paceline.records import RunFolder
@@ -25,10 +26,10 @@ class Session:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._process = os.getpid()
-        self.log = RankLog(RunFolder(folder))
+        self._is_open = True
+        self.log = RankLog(RunFolder(folder), measure_hook_costs(self.guard))
         self.tracker = StepTracker(lambda: self.log.step(self.tracker))
         self._hooks = Hooks()
-        self._is_open = True
 
     def start(self) -> None:
         self._hooks.install(self.tracker, self.guard)

@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 
 from paceline.measure.phase_clock import PhaseClock, clock_for
 
+SEQUENCES = (list, tuple)
 OTHERS_MAX = 16
 """Steps of other optimizers after which the one that ended steps counts as no longer used."""
 
@@ -45,6 +46,8 @@ class StepTracker:
         """Steps of all optimizers."""
         self.parts_of_first = 0
         """Steps of the clock that the first step consists of: one for each optimizer."""
+        self.module_calls = 0
+        """Estimate: each module of a model is called once."""
         self.samples = 0
         """In the batches of DataLoaders."""
         self.checkpoints = 0
@@ -52,6 +55,8 @@ class StepTracker:
         """Of the last backward pass."""
         self.learning_rate: float | None = None
         self._on_step = on_step
+        self._modules: dict[int, int] = {}
+        """Number of modules by the id of a model."""
         self._optimizers: WeakSet[Optimizer] = WeakSet()
         self._last_optimizer = 0
         """Id of the one that ends steps."""
@@ -119,6 +124,8 @@ class StepTracker:
         """A module is called while no model is training."""
         if not self.is_in_thread():
             return
+        if self.clock.phase != "evaluate":
+            self._count_modules(model)
         has_batch, self._has_batch = self._has_batch, False
         if torch.is_grad_enabled() or model.training:
             if self.clock.phase == "evaluate" and self._evaluation_iterator == self._iterator:
@@ -133,6 +140,12 @@ class StepTracker:
             if has_batch:
                 self._evaluation_iterator = self._iterator
             self._enter_evaluation()
+
+    def _count_modules(self, model: nn.Module) -> None:
+        modules = self._modules.get(id(model))
+        if modules is None:
+            modules = self._modules[id(model)] = sum(1 for _ in model.modules())
+        self.module_calls += modules
 
     def begin_backward(self, outputs: Any, accumulates: bool) -> str | None:
         """Returns the phase after it; None if it is part of another one.
@@ -150,7 +163,7 @@ class StepTracker:
         if not accumulates:
             return phase
         self._maybe_evaluation = self._has_batch = False
-        loss = outputs[0] if isinstance(outputs, tuple | list) and outputs else outputs
+        loss = outputs[0] if isinstance(outputs, SEQUENCES) and outputs else outputs
         if isinstance(loss, Tensor) and not loss.dim():
             self.loss = loss.detach()
         return "update" if self._stepping else "other"
@@ -245,11 +258,16 @@ class StepTracker:
 
 def count_samples(batch: object) -> int:
     """The length of the first tensor of a batch; 0 if it has none."""
+    if isinstance(batch, Tensor):
+        return batch.shape[0] if batch.dim() else 0
     if isinstance(batch, dict):
-        batch = list(batch.values())
-    if isinstance(batch, list | tuple):
-        return next(filter(None, map(count_samples, batch)), 0)
-    return len(batch) if isinstance(batch, Tensor) and batch.dim() else 0
+        batch = batch.values()
+    elif not isinstance(batch, SEQUENCES):
+        return 0
+    for each in batch:
+        if samples := count_samples(each):
+            return samples
+    return 0
 
 
 def _learning_rate(optimizer: Optimizer) -> float | None:
