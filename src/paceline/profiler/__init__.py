@@ -10,6 +10,10 @@ Modules in reading order:
 - `hooks`: where torch calls the profiler
 - `step_tracker`: which phase the program is in, and where its steps end
 - `rank_log`: the event file of one rank
+- `collectives`: every collective of every process group, and when it blocks the program
+- `collective_log`: the file with one rank's collectives
+- `waiting`: waiting for slower ranks, from the collectives of all ranks
+- `communication`: what the collectives add to result.json
 - `collection`: result.json from the event files of all ranks
 """
 

@@ -15,6 +15,7 @@ from paceline.config import RunSettings
 from paceline.measure.machine import cores_usable, hardware, software
 from paceline.measure.resources import summarize
 from paceline.profiler import WARNINGS_FILE
+from paceline.profiler.communication import Communication, read_communication
 from paceline.records import (
     BETWEEN_ITERATIONS,
     PHASES,
@@ -61,8 +62,15 @@ class RankRecord:
     def wall_seconds(self) -> float:
         return float(sum(self.last["phases"].values()))
 
+    @property
+    def moments(self) -> dict[str, float]:
+        """When the first and the last step ended, in the clock of the process."""
+        started = float(self.start["clock_started"])
+        first = sum(self.blocks[0]["after_first"].values())
+        return {"first": started + first, "last": started + self.wall_seconds}
+
     def account(self) -> dict[str, Any]:
-        """The entry of the rank in `workers` of result.json."""
+        """The entry of the rank in `workers` of result.json, without its communication."""
         seconds, phases = self.step_seconds, dict(self.last["phases"])
         before = self.blocks[0]["after_first"]
         hidden = 0.0 if self.start["workers"] == 1 else None
@@ -118,8 +126,9 @@ def write_result(
 ) -> Result:
     """Write result.json and return its contents."""
     ranks = read_ranks(folder)
-    result = assemble(folder, settings, ranks, status, cause)
-    result["warnings"] = [*warnings, *_warnings(folder, ranks)]
+    communication = read_communication(folder)
+    result = assemble(folder, settings, ranks, communication, status, cause)
+    result["warnings"] = [*warnings, *_warnings(folder, ranks), *communication.warnings()]
     folder.write_result(result)
     (folder.path / WARNINGS_FILE).unlink(missing_ok=True)
     return result
@@ -129,6 +138,7 @@ def assemble(
     folder: RunFolder,
     settings: RunSettings,
     ranks: Sequence[RankRecord],
+    communication: Communication,
     status: str,
     cause: str | None,
 ) -> Result:
@@ -137,6 +147,9 @@ def assemble(
     nodes = [summarize(folder.resources_file(0), 0, _training_interval(first))]
     settings = RunSettings("profile", {**settings.values, "world_size": max(1, world_size)})
     workers = [rank.account() for rank in ranks]
+    for rank, worker in zip(ranks, workers, strict=True):
+        if rank.rank in communication.ranks:
+            communication.ranks[rank.rank].account(worker, rank.moments)
     return {
         "schema": SCHEMA,
         "id": folder.id,

@@ -166,6 +166,7 @@ class RankLog:
             process=os.getpid(),
             host=socket.gethostname(),
             perf_counter_offset=time.time() - perf_counter(),
+            clock_started=tracker.clock.started,
         )
         return True
 

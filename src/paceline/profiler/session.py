@@ -9,7 +9,9 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed
 
 from paceline.errors import error_line
 from paceline.profiler import WARNINGS_FILE
@@ -18,6 +20,9 @@ from paceline.profiler.overhead import measure_hook_costs
 from paceline.profiler.rank_log import RankLog
 from paceline.profiler.step_tracker import StepTracker
 from paceline.records import RunFolder
+
+if TYPE_CHECKING:
+    from paceline.profiler.collectives import CollectiveRecorder
 
 
 class Session:
@@ -30,9 +35,15 @@ class Session:
         self.log = RankLog(RunFolder(folder), measure_hook_costs(self.guard))
         self.tracker = StepTracker(lambda: self.log.step(self.tracker))
         self._hooks = Hooks()
+        self._collectives: CollectiveRecorder | None = None
 
     def start(self) -> None:
         self._hooks.install(self.tracker, self.guard)
+        if torch.distributed.is_available():
+            from paceline.profiler.collectives import CollectiveRecorder
+
+            self._collectives = CollectiveRecorder(self.tracker, self._folder, self.guard)
+            self._collectives.install()
 
     def guard(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that never raises: an exception ends the session."""
@@ -51,15 +62,22 @@ class Session:
     def fail(self, error: Exception) -> None:
         self._is_open = False
         warn(self._folder, f"the profiler stopped: {error_line(error)}")
+        # Not the kernels of the dispatcher: one of them may have failed, and is still running.
         self._hooks.remove()
 
     def close(self) -> None:
         """Write what is left and remove all hooks."""
         # A forked process inherits the session of its parent.
-        if self._is_open and os.getpid() == self._process:
+        if os.getpid() == self._process:
             self.guard(self.log.close)(self.tracker)
-            self._hooks.remove()
+            self.remove()
         self._is_open = False
+
+    def remove(self) -> None:
+        """Remove all hooks."""
+        self._hooks.remove()
+        if self._collectives is not None:
+            self._collectives.remove()
 
 
 def warn(folder: Path, text: str) -> None:
@@ -85,7 +103,7 @@ def start(folder: str, steps: str = "") -> Session | None:
     def restart() -> None:
         # A forked process may train, too.
         nonlocal session
-        session._hooks.remove()
+        session.remove()
         atexit.unregister(session.close)
         session = Session(Path(folder))
         session.start()

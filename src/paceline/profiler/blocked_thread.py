@@ -1,0 +1,90 @@
+"""Phase exchange while collectives block the program's thread."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+
+from paceline.measure.phase_clock import PhaseClock
+from paceline.profiler.collective_log import CollectiveLog
+from paceline.profiler.hooks import Guard
+
+
+class Program(Protocol):
+    """The thread that a clock measures."""
+
+    @property
+    def clock(self) -> PhaseClock: ...
+
+    def is_in_thread(self) -> bool: ...
+
+
+class BlockedThread:
+    def __init__(self, program: Program, guard: Guard) -> None:
+        self.program = program
+        self._section: list[tuple[CollectiveLog, int]] | None = None
+        """The collectives of a C++ function that waits for them, while it runs."""
+        self._section_began = 0.0
+        self._guard = guard
+        self.enter = guard(self._enter)
+        self.leave = guard(self._leave)
+
+    def _enter(self) -> str | None:
+        """Enter phase exchange; returns the phase before it, or None if the thread is not blocked.
+
+        A thread of the autograd engine blocks the program, which waits for the backward pass.
+        """
+        if not self.program.is_in_thread() and torch._C._current_graph_task_id() == -1:
+            return None
+        clock = self.program.clock
+        before = clock.phase
+        if before == "exchange":
+            return None
+        clock.enter("exchange")
+        return before
+
+    def _leave(self, before: str | None) -> float:
+        """Return to the phase before; returns the time."""
+        return perf_counter() if before is None else self.program.clock.enter(before)
+
+    @property
+    def is_in_section(self) -> bool:
+        return self._section is not None and self.program.is_in_thread()
+
+    def add_to_section(self, log: CollectiveLog, position: int) -> None:
+        """The program is blocked from the first collective of a section to the end of it."""
+        if self._section is not None and self.program.is_in_thread():
+            if not self._section:
+                self._section_began = self.program.clock.enter("exchange")
+            self._section.append((log, position))
+
+    def make_section(self, original: Any) -> Any:
+        """Make a function that blocks from its first collective to its end."""
+
+        @self._guard
+        def begin() -> str | None:
+            if self._section is not None or not self.program.is_in_thread():
+                return None
+            self._section = []
+            return self.program.clock.phase
+
+        @self._guard
+        def end(before: str) -> None:
+            records, self._section = self._section, None
+            if records:
+                now = self.program.clock.enter(before)
+                for log, position in records:
+                    log.block(position, self._section_began, log.ended(position) or now)
+
+        def function(*args: Any, **kwargs: Any) -> Any:
+            before = begin()
+            if before is None:
+                return original(*args, **kwargs)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                end(before)
+
+        return function

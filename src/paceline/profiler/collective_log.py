@@ -1,0 +1,280 @@
+"""The log of one rank's collectives: fixed-size records in a memory-mapped file.
+
+Writing a record is a copy to memory, and the file keeps all of them if the process is killed: what
+was in progress then is what has no end. Process groups and DDP models are described in a file of
+JSON lines beside it.
+
+The file grows up to `MAX_RECORDS`; from then on the oldest records are overwritten.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import socket
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from struct import Struct
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.records import EventWriter, read_lines
+
+OPERATIONS = (
+    "all_reduce",
+    "broadcast",
+    "all_gather",
+    "reduce_scatter",
+    "barrier",
+    "reduce",
+    "gather",
+    "scatter",
+    "all_to_all",
+    "send",
+    "recv",
+)
+"""A record holds the index."""
+
+ASYNC, BACKWARD, FAILED, EXPOSED, BUFFERS = 1, 2, 4, 8, 16
+"""Flags: the call did not wait for the operation; the autograd engine issued it; it raised an
+exception; the program's thread was blocked from `blocked_began` to `blocked_ended`; DDP broadcasts
+its buffers."""
+
+RECORD = np.dtype(
+    [
+        ("group", "<u2"),
+        ("operation", "u1"),
+        ("flags", "u1"),
+        ("sequence", "<u4"),
+        ("bytes", "<u8"),
+        ("bytes_sent", "<u8"),
+        ("bytes_received", "<u8"),
+        ("peer", "<i4"),
+        ("messages", "<u4"),
+        ("arrival", "<f8"),
+        ("end", "<f8"),
+        ("blocked_began", "<f8"),
+        ("blocked_ended", "<f8"),
+    ]
+)
+"""`sequence` counts the collectives of a group, and for messages those between two ranks in one
+direction. `bytes` is the whole tensor, as in docs/metrics.md; `bytes_sent`, `bytes_received` and
+`messages` are what this rank transfers by the formulas of `paceline train`. `peer` is the root, or
+the other rank of a message, as a rank of the group; -1 if there is none. Times are those of
+`perf_counter`, 0 if unknown."""
+
+_WHOLE = Struct("<HBBIQQQiIdddd")
+_TIME = Struct("<d")
+_BLOCKED = Struct("<dd")
+_FLAGS_OFFSET, _END_OFFSET, _BLOCKED_OFFSET = (
+    RECORD.fields[name][1]  # type: ignore[index]  # the dtype has fields
+    for name in ("flags", "end", "blocked_began")
+)
+SIZE = RECORD.itemsize
+
+FIRST_RECORDS = 4096
+MAX_RECORDS = 1 << 22
+
+Records = npt.NDArray[Any]
+"""Array of dtype `RECORD`."""
+
+
+class Counts(NamedTuple):
+    """What one rank transfers in an operation."""
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    messages: int = 0
+    """Sent."""
+
+
+class CollectiveLog:
+    """Written by any thread that holds the GIL."""
+
+    def __init__(self, folder: Path, rank: int, max_records: int = MAX_RECORDS) -> None:
+        descriptor, self.path = _create(folder, rank)
+        self._max_records = max_records
+        self._capacity = min(FIRST_RECORDS, max_records)
+        os.ftruncate(descriptor, self._capacity * SIZE)
+        self._memory = mmap.mmap(descriptor, 0)
+        os.close(descriptor)
+        self._next = count()
+        self._descriptions = EventWriter(self.path.with_suffix(".jsonl"))
+        self.describe(
+            "process",
+            rank=rank,
+            process=os.getpid(),
+            host=socket.gethostname(),
+            machine=_boot_id(),
+            perf_counter=perf_counter(),
+        )
+
+    def describe(self, event: str, **values: Any) -> None:
+        self._descriptions.write(event, **values)
+
+    def add(
+        self,
+        group: int,
+        operation: int,
+        flags: int,
+        sequence: int,
+        size_bytes: int,
+        counts: Counts,
+        peer: int,
+        arrival: float,
+    ) -> int:
+        """Add an operation that begins; returns the position of its record."""
+        number = next(self._next)
+        if number >= self._capacity:
+            number = self._make_room(number)
+        position = number * SIZE
+        _WHOLE.pack_into(
+            self._memory,
+            position,
+            group,
+            operation,
+            flags,
+            sequence & 0xFFFFFFFF,
+            size_bytes,
+            counts.bytes_sent,
+            counts.bytes_received,
+            peer,
+            counts.messages,
+            arrival,
+            0.0,
+            0.0,
+            0.0,
+        )
+        return position
+
+    def end(self, position: int, moment: float) -> None:
+        _TIME.pack_into(self._memory, position + _END_OFFSET, moment)
+
+    def ended(self, position: int) -> float:
+        """The time of the end; 0 if it has not ended."""
+        moment: float = _TIME.unpack_from(self._memory, position + _END_OFFSET)[0]
+        return moment
+
+    def set_flag(self, position: int, flag: int) -> None:
+        self._memory[position + _FLAGS_OFFSET] |= flag
+
+    def has_flag(self, position: int, flag: int) -> bool:
+        return bool(self._memory[position + _FLAGS_OFFSET] & flag)
+
+    def block(self, position: int, began: float, ended: float) -> None:
+        """The program's thread was blocked on the operation."""
+        _BLOCKED.pack_into(self._memory, position + _BLOCKED_OFFSET, began, ended)
+        self.set_flag(position, EXPOSED)
+
+    def close(self) -> None:
+        self._descriptions.close()
+        self._memory.close()
+
+    def _make_room(self, number: int) -> int:
+        if self._capacity < self._max_records:
+            self._capacity = min(2 * self._capacity, self._max_records)
+            self._memory.resize(self._capacity * SIZE)
+        return number % self._capacity
+
+
+def _create(folder: Path, rank: int) -> tuple[int, Path]:
+    """Create the next file of a rank: a restarted process keeps that of its predecessor."""
+    for attempt in count():
+        path = folder / f"collectives-{rank}-{attempt}.bin"
+        try:
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644), path
+        except FileExistsError:
+            continue
+    raise AssertionError
+
+
+def _boot_id() -> str:
+    """Identifies machines: processes with the same one share the clock."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+@dataclass(frozen=True)
+class GroupInfo:
+    """A process group, as one of its ranks sees it."""
+
+    name: str
+    incarnation: int
+    """Counts groups of the same name, one after the other."""
+    ranks: tuple[int, ...]
+    backend: str
+
+    @property
+    def key(self) -> tuple[str, int, tuple[int, ...]]:
+        """The same for all ranks of the group."""
+        return self.name, self.incarnation, self.ranks
+
+
+@dataclass
+class RankCollectives:
+    """The log of one rank, as it was read."""
+
+    rank: int
+    attempt: int
+    machine: str
+    records: Records
+    """In the order of arrival."""
+    groups: list[GroupInfo] = field(default_factory=list)
+    ddp: list[dict[str, Any]] = field(default_factory=list)
+    """The last description of each DDP model."""
+    wall_offset: float = 0.0
+    """Seconds to add to `perf_counter` to get the time of day."""
+
+    @property
+    def unfinished(self) -> Records:
+        """What is in progress, or was when the process ended."""
+        is_failed = (self.records["flags"] & FAILED) != 0
+        unfinished: Records = self.records[(self.records["end"] == 0) & ~is_failed]
+        return unfinished
+
+
+_NAME = re.compile(r"collectives-(\d+)-(\d+)\.bin")
+
+
+def read_logs(folder: Path) -> Iterator[dict[int, RankCollectives]]:
+    """Yield the logs by rank, for each start of the ranks. Works while they are being written."""
+    attempts: dict[int, dict[int, RankCollectives]] = defaultdict(dict)
+    for path in folder.glob("collectives-*.bin"):
+        match = _NAME.fullmatch(path.name)
+        if match:
+            rank, attempt = int(match[1]), int(match[2])
+            attempts[attempt][rank] = read_log(path, rank, attempt)
+    for attempt in sorted(attempts):
+        yield dict(sorted(attempts[attempt].items()))
+
+
+def read_log(path: Path, rank: int, attempt: int = 0) -> RankCollectives:
+    content = path.read_bytes()
+    records = np.frombuffer(content[: len(content) // SIZE * SIZE], RECORD)
+    records = records[records["arrival"] > 0]
+    log = RankCollectives(rank, attempt, "", records[np.argsort(records["arrival"], kind="stable")])
+    models: dict[int, dict[str, Any]] = {}
+    for line in read_lines(path.with_suffix(".jsonl")):
+        match line.get("event"):
+            case "process":
+                log.machine = line["machine"]
+                log.wall_offset = line["time"] - line["perf_counter"]
+            case "group":
+                log.groups.append(
+                    GroupInfo(
+                        line["name"], line["incarnation"], tuple(line["ranks"]), line["backend"]
+                    )
+                )
+            case "ddp":
+                models[line["model"]] = line
+    log.ddp = list(models.values())
+    return log

@@ -1,0 +1,374 @@
+"""Records every collective of every process group, whoever issues it.
+
+torch.distributed, the C++ code of DistributedDataParallel, FSDP and functional collectives all call
+operators of the dispatcher: `c10d::allreduce_` and others. `CollectiveRecorder` adds kernels for
+the dispatch key BackendSelect, which has none for them, and which every call passes before it
+reaches the kernel of its device. The kernel notes the arrival and calls the next one, so tensors,
+process groups and results are those of the program. Process groups that are Python classes do not
+use these operators (python_groups.py).
+
+The program's thread is blocked by
+
+- `wait` of a Work, also inside synchronous functions, and `wait_tensor` of functional collectives
+- C++ functions that wait: `BLOCKING_FUNCTIONS`
+- the end of a backward pass, where DDP waits in C++ for its buckets (backward_passes.py)
+
+This time is phase exchange. The rest of a collective's time is overlapped.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from threading import get_ident
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from paceline.profiler import collective_operations
+from paceline.profiler.backward_passes import BackwardPasses
+from paceline.profiler.blocked_thread import BlockedThread, Program
+from paceline.profiler.collective_log import ASYNC, BACKWARD, FAILED, CollectiveLog
+from paceline.profiler.collective_operations import Operation, transfer_counts
+from paceline.profiler.ddp import DdpModels
+from paceline.profiler.gloo_threads import wait_until_idle
+from paceline.profiler.hooks import Guard, Hooks
+from paceline.profiler.python_groups import PythonGroups
+
+MAX_PENDING = 512
+"""Operations whose end is not known, and for which the program may still wait."""
+
+BLOCKING_FUNCTIONS: tuple[tuple[Any, str], ...] = (
+    (dist, "_broadcast_coalesced"),
+    (dist, "_verify_params_across_processes"),
+    (dist.Reducer, "_rebuild_buckets"),  # type: ignore[attr-defined]  # not in the stubs
+)
+"""C++ functions that issue collectives and wait for them."""
+
+PEERS = ("root_rank", "dst", "src")
+"""Names of the operators' arguments."""
+
+_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+
+
+@dataclass(slots=True)
+class _Group:
+    index: int
+    rank: int
+    size: int
+    sequence: count[int] = field(default_factory=count)
+    messages: dict[tuple[str, int], count[int]] = field(default_factory=dict)
+    """Sequence numbers of messages by direction and peer."""
+
+
+class Pending(NamedTuple):
+    """An operation that has not ended, or that the program did not wait for yet."""
+
+    work: Any
+    """The Python object, which exists until then, so that `wait` is called on the same one."""
+    position: int
+    storage: int
+    """Address of the first tensor: `wait_tensor` gets no Work."""
+
+
+class CollectiveRecorder:
+    """Records from `install` to `remove`. `guard` keeps its errors from the program."""
+
+    def __init__(self, program: Program, folder: Path, guard: Guard = lambda function: function):
+        self.log: CollectiveLog | None = None
+        """Created by the first collective, when the rank is known."""
+        self.pending: dict[int, Pending] = {}
+        """By id of the Work."""
+        self.guard = guard
+        self.hooks = Hooks()
+        self.blocked = BlockedThread(program, guard)
+        self.failed, self.leave = guard(self._failed), guard(self._leave)
+        self._folder = folder
+        self._libraries: list[torch.library.Library] = []
+        self._groups: dict[str, _Group] = {}
+        self._group_numbers = count()
+        self._incarnations: dict[str, count[int]] = {}
+        self._on_gpu: deque[Pending] = deque(maxlen=MAX_PENDING)
+        """In the order of their start; completed ones are removed when the next one starts."""
+        self._models = DdpModels(self)
+        self._backward_passes = BackwardPasses(self, self._models)
+        self.python_groups = PythonGroups(self)
+
+    def install(self) -> None:
+        """Begin to record, when there is a process group: most processes never create one."""
+        self.hooks.replace(distributed_c10d, "_new_process_group_helper", self._make_creation)
+        if distributed_c10d._world.pg_map:
+            self._install_kernels()
+
+    def _install_kernels(self) -> None:
+        for operation in collective_operations.ALL:
+            if hasattr(torch.ops.c10d, operation.op):
+                self._add_kernel(operation)
+        self._add_wait_kernel()
+        for name in ("wait", "synchronize"):
+            self.hooks.replace(dist.Work, name, self._make_blocking)
+        for owner, name in BLOCKING_FUNCTIONS:
+            self.hooks.replace(owner, name, self.blocked.make_section)
+        self._models.install()
+        for group in distributed_c10d._world.pg_map:
+            self.python_groups.watch(type(group))
+
+    def remove(self) -> None:
+        self.hooks.remove()
+        for library in self._libraries:
+            library._destroy()
+        self._libraries.clear()
+        if self.log is not None:
+            wait_until_idle()
+            self.log.close()
+            self.log = None
+        self.pending.clear()
+        self._on_gpu.clear()
+
+    # Kernels
+
+    def _add_kernel(self, operation: Operation) -> None:
+        op = getattr(torch.ops.c10d, operation.op).default
+        names = [argument.name for argument in op._schema.arguments]
+        at_group = names.index("process_group")
+        at_async = names.index("async_op") if "async_op" in names else len(names)
+        at_peer = next(
+            (names.index(name) for name in ("root_rank", "dst", "src") if name in names), 0
+        )
+        returns_work_only = len(op._schema.returns) == 1
+        redispatch = op._handle.redispatch_boxed
+        group_of = dist.ProcessGroup.unbox
+        work_of = dist.Work.unbox
+        blocks = operation.blocks
+
+        inside, blocked = self.python_groups.inside, self.blocked
+
+        @self.guard
+        def record(args: tuple[Any, ...], arrival: float, result: Any) -> int:
+            # Arguments at the end that have their default value are omitted.
+            is_async = not blocks and (len(args) <= at_async or args[at_async])
+            group, peer = group_of(args[at_group]), args[at_peer] if at_peer else -1
+            tensor = operation.first_tensor(args)
+            position = self.begin(operation, group, args, tensor, peer, is_async, arrival)
+            if result is not None:
+                work = work_of(result if returns_work_only else result[1])
+                self._launched(operation, work, tensor, position, is_async)
+            return position
+
+        def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+            arrival = perf_counter()
+            if get_ident() in inside:
+                return redispatch(keyset & _BELOW, *args, **kwargs)
+            if blocks:
+                return wait(keyset & _BELOW, args, arrival)
+            # Recorded after it is issued, while it is in progress.
+            try:
+                result = redispatch(keyset & _BELOW, *args, **kwargs)
+            except BaseException:
+                self.failed(record(args, arrival, None))
+                raise
+            record(args, arrival, result)
+            return result
+
+        def wait(keyset: Any, args: tuple[Any, ...], arrival: float) -> Any:
+            position = record(args, arrival, None)
+            before = blocked.enter()
+            try:
+                return redispatch(keyset, *args)
+            except BaseException:
+                self.failed(position)
+                raise
+            finally:
+                self.leave(before, position, arrival)
+
+        self._implement("c10d", operation.op, kernel)
+
+    def _add_wait_kernel(self) -> None:
+        redispatch = torch.ops._c10d_functional.wait_tensor.default._handle.redispatch_boxed
+        take = self.guard(self._take_by_storage)
+
+        def kernel(keyset: Any, tensor: Tensor) -> Any:
+            waiting = take(tensor)
+            if not waiting:
+                return redispatch(keyset & _BELOW, tensor)
+            began = perf_counter()
+            before = self.blocked.enter()
+            try:
+                return redispatch(keyset & _BELOW, tensor)
+            finally:
+                for pending in waiting:
+                    self.leave(before, pending.position, began)
+
+        self._implement("_c10d_functional", "wait_tensor", kernel)
+
+    def _implement(self, namespace: str, name: str, kernel: Callable[..., Any]) -> None:
+        library = torch.library.Library(namespace, "IMPL")
+        library.impl(name, kernel, "BackendSelect", with_keyset=True)
+        self._libraries.append(library)
+
+    # The life of a collective
+
+    def begin(
+        self,
+        operation: Operation,
+        group: Any,
+        args: tuple[Any, ...],
+        tensor: Tensor | None,
+        peer: int,
+        is_async: bool,
+        arrival: float,
+    ) -> int:
+        """Record an arrival; returns the position in the log. `tensor` is the first one."""
+        known = self._groups.get(group.group_name) or self._add_group(group)
+        assert self.log is not None
+        if operation.is_message:
+            sequence = next(known.messages.setdefault((operation.name, peer), count()))
+        else:
+            sequence = next(known.sequence)
+        flags = self._models.flags | (ASYNC if is_async else 0)
+        if torch._C._current_graph_task_id() != -1:
+            flags |= BACKWARD
+        size_bytes = operation.size_bytes(args, known.size)
+        element_bytes = 1 if tensor is None else tensor.element_size()
+        counts = transfer_counts(
+            operation.name, size_bytes, element_bytes, known.rank, known.size, peer
+        )
+        position = self.log.add(
+            known.index, operation.code, flags, sequence, size_bytes, counts, peer, arrival
+        )
+        self.blocked.add_to_section(self.log, position)
+        return position
+
+    def _launched(
+        self, operation: Operation, work: Any, tensor: Tensor | None, position: int, is_async: bool
+    ) -> None:
+        pending = self.hold(work, position, tensor)
+        future = None
+        if tensor is not None and tensor.is_cuda:
+            self._poll_gpu()
+            self._on_gpu.append(pending)
+        elif is_async and not operation.is_message:
+            # A message has no future: its end is that of `wait`.
+            future = work.get_future()
+            future.add_done_callback(self.ender(work, position))
+        if is_async and not self.blocked.is_in_section:
+            self._backward_passes.add(position, future)
+
+    def hold(self, work: Any, position: int, tensor: Tensor | None) -> Pending:
+        if len(self.pending) >= MAX_PENDING:
+            # The program did not wait for the oldest.
+            for key in list(self.pending)[: MAX_PENDING // 2]:
+                self.pending.pop(key, None)
+        pending = Pending(work, position, _address(tensor))
+        self.pending[id(work)] = pending
+        return pending
+
+    def _poll_gpu(self) -> None:
+        """A future of NCCL is completed when the work is launched, so this polls the work."""
+        assert self.log is not None
+        while self._on_gpu and self._on_gpu[0].work.is_completed():
+            pending = self._on_gpu.popleft()
+            self.pending.pop(id(pending.work), None)
+            if not self.log.ended(pending.position):
+                self.log.end(pending.position, perf_counter())
+
+    def ender(self, work: Any, position: int) -> Callable[[Any], None]:
+        """Return a callback for the end, which a thread of the process group calls."""
+        key, log, pending = id(work), self.log, self.pending
+        assert log is not None
+
+        def ended(_: Any) -> None:
+            if self.log is log:
+                log.end(position, perf_counter())
+            pending.pop(key, None)
+
+        return self.guard(ended)
+
+    def _failed(self, position: int | None) -> None:
+        if self.log is not None and position is not None:
+            self.log.set_flag(position, FAILED)
+
+    def _leave(self, before: str | None, position: int | None, began: float) -> None:
+        """End the blocking of the program by one operation, which has ended."""
+        ended = self.blocked.leave(before)
+        if self.log is not None and position is not None:
+            if not self.log.ended(position):
+                self.log.end(position, ended or perf_counter())
+            if before is not None:
+                self.log.block(position, began, ended or perf_counter())
+
+    def _make_blocking(self, original: Any) -> Any:
+        """Make `wait` of Work."""
+        pending = self.pending
+
+        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+            held = pending.pop(id(work), None)
+            if held is None:
+                return original(work, *args, **kwargs)
+            began = perf_counter()
+            before = self.blocked.enter()
+            try:
+                return original(work, *args, **kwargs)
+            except BaseException:
+                self.failed(held.position)
+                raise
+            finally:
+                self.leave(before, held.position, began)
+
+        return wait
+
+    def _take_by_storage(self, tensor: Tensor) -> list[Pending]:
+        if not self.pending:
+            return []
+        storage = _address(tensor)
+        found = [each for each in list(self.pending.values()) if each.storage == storage]
+        return [each for each in found if self.pending.pop(id(each.work), None) is not None]
+
+    # Process groups
+
+    def _add_group(self, group: Any) -> _Group:
+        name = group.group_name
+        ranks = distributed_c10d._world.pg_group_ranks.get(group)
+        if self.log is None:
+            self.log = CollectiveLog(self._folder, dist.get_rank() if dist.is_initialized() else 0)
+        known = _Group(next(self._group_numbers), group.rank(), group.size())
+        self.log.describe(
+            "group",
+            index=known.index,
+            name=name,
+            incarnation=next(self._incarnations.setdefault(name, count())),
+            ranks=sorted(ranks, key=ranks.__getitem__) if ranks else list(range(group.size())),
+            backend=dist.get_backend(group) if ranks else group.name(),
+        )
+        self._groups[name] = known
+        return known
+
+    def _make_creation(self, original: Any) -> Any:
+        @self.guard
+        def created(group: Any) -> None:
+            if not self._libraries:
+                self._install_kernels()
+            if isinstance(group, dist.ProcessGroup):
+                # The name of a destroyed group is used again.
+                self._groups.pop(group.group_name, None)
+                self.python_groups.watch(type(group))
+
+        def create(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            created(result[0])
+            return result
+
+        return create
+
+
+def _address(tensor: Tensor | None) -> int:
+    if tensor is None or tensor.layout is not torch.strided:
+        return 0
+    return tensor.untyped_storage().data_ptr()

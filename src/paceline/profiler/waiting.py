@@ -1,0 +1,287 @@
+"""Waiting, separated from transfer, from the logs of all ranks.
+
+A collective cannot end before its last rank arrives. The time from a rank's own arrival to the last
+one is therefore waiting for that rank, and the rest of the time is transfer. Logs are compared
+after the ranks wrote them, so the program communicates nothing more than without the profiler.
+
+All functions work on arrays: a log has up to millions of records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.profiler.collective_log import (
+    EXPOSED,
+    OPERATIONS,
+    GroupInfo,
+    RankCollectives,
+    Records,
+)
+from paceline.profiler.machine_clocks import ClockOffsets, measure_offsets
+
+Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
+
+ROOT_SENDS = ("broadcast", "scatter")
+ROOT_RECEIVES = ("reduce", "gather")
+MESSAGES = ("send", "recv")
+
+TABLE = np.dtype(
+    [
+        ("group", "i8"),
+        ("pair", "i8"),
+        ("sequence", "i8"),
+        ("rank", "i8"),
+        ("operation", "i8"),
+        ("bytes", "i8"),
+        ("root", "i8"),
+        ("is_root", "?"),
+        ("exposed", "?"),
+        ("arrival", "f8"),
+        ("end", "f8"),
+        ("blocked_began", "f8"),
+        ("blocked_ended", "f8"),
+    ]
+)
+"""One row for each record of each rank, in the order of (group, pair, sequence, rank). `pair` is 0
+for collectives, and identifies the sender and receiver of messages. `is_root`: for messages, the
+sender. Times are in the clock of the rank."""
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """Disjoint intervals in the order of time."""
+
+    began: Floats
+    ended: Floats
+
+    @property
+    def seconds(self) -> float:
+        return float((self.ended - self.began).sum())
+
+    def until(self, moments: Floats) -> Floats:
+        """The part before each of the given times, in seconds."""
+        lengths = np.concatenate([[0.0], np.cumsum(self.ended - self.began)])
+        index = np.searchsorted(self.began, moments, side="right")
+        before = lengths[index]
+        last = np.maximum(index - 1, 0)
+        if not len(self.began):
+            return before
+        open_part = np.where(index > 0, np.maximum(self.ended[last] - moments, 0.0), 0.0)
+        seconds: Floats = before - open_part
+        return seconds
+
+    def within(self, began: float, ended: float) -> float:
+        """The part between two times, in seconds."""
+        return float(self.between([began, ended])[0])
+
+    def between(self, boundaries: Sequence[float] | Floats) -> Floats:
+        """The part between each boundary and the next, in seconds."""
+        return np.diff(self.until(np.asarray(boundaries, dtype=np.float64)))
+
+
+def union(began: Floats, ended: Floats) -> Intervals:
+    """Merge intervals that overlap."""
+    order = np.argsort(began, kind="stable")
+    began, ended = began[order], np.maximum.accumulate(ended[order]) if len(ended) else ended
+    if not len(began):
+        return Intervals(began, ended)
+    is_new = began[1:] > ended[:-1]
+    return Intervals(
+        began[np.concatenate([[True], is_new])], ended[np.concatenate([is_new, [True]])]
+    )
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Ranks that called different operations, or the same one with different sizes or roots."""
+
+    group: GroupInfo
+    sequence: int
+    calls: dict[int, tuple[str, int, int]]
+    """Operation, bytes and root (-1 if there is none) by rank."""
+
+
+@dataclass(frozen=True)
+class Waits:
+    """Who waited, and for whom."""
+
+    waited: dict[int, Intervals]
+    """By rank, in its own clock: the parts of its exposed communication that are waiting."""
+    caused_seconds: dict[int, float]
+    """By rank: how long the others waited for it, in total."""
+    last_arrivals: dict[int, int]
+    """By rank: in how many collectives it was the last to arrive."""
+    mismatches: list[Mismatch]
+
+
+def separate_waits(logs: Mapping[int, RankCollectives]) -> Waits:
+    """Compare the logs of all ranks of one start."""
+    table, groups = _table(logs)
+    begins = _segments(table)
+    offsets = measure_offsets(logs, table, begins, _is_complete(table, begins, groups))
+    return _waits(logs, table, begins, groups, offsets)
+
+
+def _table(logs: Mapping[int, RankCollectives]) -> tuple[npt.NDArray[Any], list[GroupInfo]]:
+    numbers: dict[Any, int] = {}
+    groups: list[GroupInfo] = []
+    parts = []
+    for rank, log in sorted(logs.items()):
+        records = log.records[log.records["group"] < len(log.groups)]
+        part = np.zeros(len(records), TABLE)
+        for name in ("sequence", "operation", "bytes", "arrival", "end"):
+            part[name] = records[name]
+        for name in ("blocked_began", "blocked_ended"):
+            part[name] = records[name]
+        part["rank"], part["root"] = rank, records["peer"]
+        part["exposed"] = (records["flags"] & EXPOSED) != 0
+        for index, group in enumerate(log.groups):
+            if group.key not in numbers:
+                numbers[group.key] = len(groups)
+                groups.append(group)
+            own = group.ranks.index(rank) if rank in group.ranks else -1
+            rows = records["group"] == index
+            part["group"][rows] = numbers[group.key]
+            part["is_root"][rows] = records["peer"][rows] == own
+            for operation in MESSAGES:
+                messages = rows & (records["operation"] == OPERATIONS.index(operation))
+                peers = records["peer"][messages].astype(np.int64)
+                size = len(group.ranks)
+                sends = operation == "send"
+                part["pair"][messages] = 1 + (own * size + peers if sends else peers * size + own)
+                part["is_root"][messages] = sends
+        is_message = np.isin(records["operation"], [OPERATIONS.index(each) for each in MESSAGES])
+        # The sender of a message from any source is not known.
+        parts.append(part[~(is_message & (records["peer"] < 0))])
+    table = np.concatenate(parts) if parts else np.zeros(0, TABLE)
+    order = np.lexsort((table["rank"], table["sequence"], table["pair"], table["group"]))
+    return table[order], groups
+
+
+def _segments(table: npt.NDArray[Any]) -> Integers:
+    """The first row of each collective."""
+    if not len(table):
+        return np.zeros(0, np.int64)
+    keys = np.stack([table["group"], table["pair"], table["sequence"]])
+    is_first = np.concatenate([[True], (keys[:, 1:] != keys[:, :-1]).any(axis=0)])
+    return np.flatnonzero(is_first)
+
+
+def _is_complete(
+    table: npt.NDArray[Any], begins: Integers, groups: Sequence[GroupInfo]
+) -> npt.NDArray[np.bool_]:
+    """Whether all ranks of each collective arrived."""
+    sizes = np.array([len(group.ranks) for group in groups] or [0])
+    lengths = np.diff(np.append(begins, len(table)))
+    expected = np.where(table["pair"][begins] > 0, 2, sizes[table["group"][begins]])
+    complete: npt.NDArray[np.bool_] = lengths == expected
+    return complete
+
+
+def _waits(
+    logs: Mapping[int, RankCollectives],
+    table: npt.NDArray[Any],
+    begins: Integers,
+    groups: Sequence[GroupInfo],
+    offsets: ClockOffsets,
+) -> Waits:
+    waited = {rank: Intervals(np.zeros(0), np.zeros(0)) for rank in logs}
+    caused, last_arrivals = dict.fromkeys(logs, 0.0), dict.fromkeys(logs, 0)
+    if not len(table):
+        return Waits(waited, caused, last_arrivals, [])
+    lengths = np.diff(np.append(begins, len(table)))
+    segment = np.repeat(np.arange(len(begins)), lengths)
+    offset = offsets.at(table["rank"], table["arrival"])
+    arrival = table["arrival"] + offset
+    codes = {name: OPERATIONS.index(name) for name in OPERATIONS}
+    operation = table["operation"]
+    is_from_root = np.isin(operation, [codes[name] for name in (*ROOT_SENDS, *MESSAGES)])
+    is_to_root = np.isin(operation, [codes[name] for name in ROOT_RECEIVES])
+    # Of a broadcast, only the arrival of the root matters to the others.
+    source_arrival = np.where(is_from_root & ~table["is_root"], -np.inf, arrival)
+    needed = np.maximum.reduceat(source_arrival, begins)[segment]
+    by_arrival = np.lexsort((source_arrival, segment))
+    last_rank = table["rank"][by_arrival[begins + lengths - 1]]
+
+    complete = _is_complete(table, begins, groups)
+    is_symmetric = complete & ~(is_from_root | is_to_root)[begins] & (lengths > 1)
+    for rank, times in zip(*np.unique(last_rank[is_symmetric], return_counts=True), strict=True):
+        last_arrivals[int(rank)] = int(times)
+
+    may_wait = table["exposed"] & ~(is_to_root & ~table["is_root"]) & np.isfinite(needed)
+    began = np.maximum(table["arrival"], table["blocked_began"])
+    ended = np.minimum(needed - offset, table["blocked_ended"])
+    for rank in logs:
+        rows = np.flatnonzero((table["rank"] == rank) & may_wait & (ended > began))
+        rows = rows[np.argsort(began[rows], kind="stable")]
+        if not len(rows):
+            continue
+        # An interval counts where no earlier one does: DDP waits for several buckets at once.
+        covered = np.concatenate([[-np.inf], np.maximum.accumulate(ended[rows])[:-1]])
+        begin = np.maximum(began[rows], covered)
+        keep = ended[rows] > begin
+        waited[rank] = Intervals(begin[keep], ended[rows][keep])
+        seconds = (ended[rows] - begin)[keep]
+        for other, total in _sums(last_rank[segment[rows[keep]]], seconds):
+            caused[other] += total
+    return Waits(waited, caused, last_arrivals, _mismatches(table, begins, lengths, groups))
+
+
+def _sums(keys: Integers, values: Floats) -> list[tuple[int, float]]:
+    unique, inverse = np.unique(keys, return_inverse=True)
+    return list(zip(unique.tolist(), np.bincount(inverse, values).tolist(), strict=True))
+
+
+def _mismatches(
+    table: npt.NDArray[Any], begins: Integers, lengths: Integers, groups: Sequence[GroupInfo]
+) -> list[Mismatch]:
+    differs = np.zeros(len(begins), bool)
+    is_collective = table["pair"][begins] == 0
+    for name in ("operation", "bytes", "root"):
+        low = np.minimum.reduceat(table[name], begins)
+        high = np.maximum.reduceat(table[name], begins)
+        relevant = is_collective
+        if name == "bytes":
+            # Ranks may send different numbers of elements to each other.
+            relevant = relevant & (table["operation"][begins] != OPERATIONS.index("all_to_all"))
+        differs |= relevant & (low != high)
+    found = []
+    for index in np.flatnonzero(differs):
+        rows = table[begins[index] : begins[index] + lengths[index]]
+        calls = {
+            int(row["rank"]): (
+                OPERATIONS[row["operation"]],
+                int(row["bytes"]),
+                int(row["root"]),
+            )
+            for row in rows
+        }
+        found.append(Mismatch(groups[rows[0]["group"]], int(rows[0]["sequence"]), calls))
+    return found
+
+
+def in_progress(records: Records) -> Intervals:
+    """When at least one collective was in progress."""
+    done = records[records["end"] > 0]
+    return union(done["arrival"], done["end"])
+
+
+def exposed(records: Records) -> Intervals:
+    """When the program's thread was blocked on a collective."""
+    blocked = records[(records["flags"] & EXPOSED) != 0]
+    began = np.maximum(blocked["arrival"], blocked["blocked_began"])
+    return union(began, np.maximum(began, blocked["blocked_ended"]))
+
+
+def overlapped_seconds(records: Records) -> float:
+    """How long a collective was in progress while the program's thread was not blocked."""
+    busy, blocked = in_progress(records), exposed(records)
+    covered = blocked.until(busy.ended) - blocked.until(busy.began)
+    return busy.seconds - float(covered.sum())

@@ -1,0 +1,90 @@
+"""`paceline profile -- torchrun ...` accounts for the communication of a script."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from typing import Any
+
+import pytest
+
+from paceline.cli import main
+from paceline.records import PHASES
+
+SCRIPT = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+layers = nn.Sequential(nn.Linear(64, 256), nn.BatchNorm1d(256), nn.Linear(256, 10))
+model = DistributedDataParallel(layers)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(30):
+    optimizer.zero_grad()
+    model(torch.randn(16, 64)).square().mean().backward()
+    optimizer.step()
+total = torch.tensor(1.0)
+dist.all_reduce(total)
+if dist.get_rank() == 0:
+    print("sum", total.item())
+dist.destroy_process_group()
+"""
+
+STEPS = 30
+PARAMETER_BYTES = 4 * (64 * 256 + 256 + 2 * 256 + 256 * 10 + 10)
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("profile")
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    options = ["profile", "--quiet", "--out", str(folder), "--name", "run"]
+    assert main([*options, "--", *launcher, "--standalone", str(script)]) == 0
+    values: dict[str, Any] = json.loads((folder / "run" / "result.json").read_text())
+    return values
+
+
+def test_nothing_went_wrong(result: dict[str, Any]) -> None:
+    assert result["status"] == "finished"
+    assert result["warnings"] == []
+    assert result["iterations"] == STEPS
+
+
+def test_bytes_are_those_of_the_formula(result: dict[str, Any]) -> None:
+    for worker in result["workers"]:
+        # 2 (P - 1) / P of the gradients.
+        assert worker["traffic"]["gradients"]["bytes_sent"] == STEPS * PARAMETER_BYTES
+        assert worker["traffic"]["gradients"]["bytes_received"] == STEPS * PARAMETER_BYTES
+    sent = result["workers"][0]["traffic"]["buffers"]["bytes_sent"]
+    assert sent == result["workers"][1]["traffic"]["buffers"]["bytes_received"]
+    # Mean, variance and the number of batches.
+    assert sent == STEPS * (2 * 256 * 4 + 8)
+
+
+def test_phases_add_up_and_have_communication(result: dict[str, Any]) -> None:
+    for worker in result["workers"]:
+        assert math.fsum(worker["phases"].values()) == pytest.approx(
+            worker["wall_seconds"], rel=0.01
+        )
+        for account in (worker, worker["after_first"]):
+            assert min(account["phases"].values()) >= 0
+            assert account["phases"]["exchange"] > 0
+            assert account["hidden_exchange_seconds"] >= 0
+        assert set(worker["phases"]) == set(PHASES)
+        assert worker["collectives"]["all_reduce"]["count"] >= STEPS
+        assert worker["ddp"][0]["bucket_bytes"] == [PARAMETER_BYTES]
+
+
+def test_a_rank_waits_as_long_as_the_other_makes_it_wait(result: dict[str, Any]) -> None:
+    one, other = result["workers"]
+    symmetric = sum(one["collectives"][name]["count"] for name in ("all_reduce", "all_gather"))
+    assert one["last_arrivals"] + other["last_arrivals"] == symmetric
+    for waiting, late in ((one, other), (other, one)):
+        # Without the all-reduce after the last step.
+        assert 0 < waiting["phases"]["wait"] <= late["caused_wait_seconds"] + 1e-6
