@@ -8,7 +8,10 @@ Parts, all by default, each in less than four minutes:
                 paceline by default, compiled, eager, and eager in fp32 without
                 channels-last, and the usual script (peer_scripts/train_resnet.py)
     equal       whether captured and eager training give the same weights, bit for bit
-    resume      the same for a run that was killed and resumed, and one that was not
+    gpt         step time, tokens/s and MFU of gpt-mini: paceline captured, compiled and eager, a
+                bare eager loop, and a script with torch.compile (peer_scripts/train_gpt.py); then
+                `equal` for gpt-nano and gpt-micro
+    resume      `equal` for a run that was killed and resumed, and one that was not
     small       steps per second of LeNet and an MLP, captured and eager
     busy        how busy the GPU is with ResNet-18 at batch 128, by NVML and by kernel time, and
                 by how much the phases differ from the wall time
@@ -39,8 +42,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import paceline
 from common.stats import min_max
+from gpu_gpt import PEAK_FLOPS, BareLoop, PeerScript, flops_per_token, write_tokens
+from paceline.config import from_mapping
 from paceline.measure import phase_clock
 from paceline.measure.machine import hardware, software
 from paceline.records import read_lines
@@ -60,6 +67,9 @@ RESNET = {
     "device": "cuda",
     "tensorboard": False,
 }
+GPT_MINI = (6, 192)
+"""Layers and width."""
+GPT_TRAIN_TOKENS = 5_000_000
 EAGER = {"cuda_graph": "off"}
 FP32 = {**EAGER, "precision": "fp32", "channels_last": "off"}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -103,6 +113,7 @@ class Bench:
     batches: Sequence[int]
     variants: Sequence[str]
     steps: int
+    gpt_sizes: Sequence[str]
     device: str
 
     def train(self, **settings: Any) -> tuple[dict[str, Any], Path]:
@@ -207,29 +218,108 @@ def measure_equal(bench: Bench) -> Iterator[Row]:
         ("lenet", "cnn", "vgg11", "resnet18"), ("sgd", "adamw"), ("fp32", "bf16")
     )
     for model, optimizer, precision in cases:
-        settings = {
-            "model": model,
-            "optimizer": optimizer,
-            "precision": precision,
+        yield _equality(
+            bench,
+            "equal",
+            model=model,
+            optimizer=optimizer,
+            precision=precision,
             # Given, because two measurements may choose different formats.
-            "channels_last": "on" if precision == "bf16" else "off",
-            "lr": 1e-3 if optimizer == "adamw" else 0.02,
-            "batch_size": 64,
-            "train_samples": 64 * 12 + 40,
-            "iterations": 30,
-            "test_samples": 500,
-            "sample_seconds": 0,
-        }
-        captured, _ = bench.train(**settings)
-        eager, _ = bench.train(**settings, cuda_graph="off")
-        is_captured = graph_of(captured)["captured"]
-        is_equal = captured["weights_sha256"] == eager["weights_sha256"]
-        losses = [run["final"]["train_loss"] for run in (captured, eager)]
-        note = "" if is_captured else f"not captured: {graph_of(captured)['reason']}"
-        if not is_equal:
-            note += f" training losses {losses}"
-        is_shown = float(is_equal and is_captured)
-        yield Row("equal", f"{model}, {optimizer}, {precision}", [is_shown], "equal", "1", note)
+            channels_last="on" if precision == "bf16" else "off",
+            lr=1e-3 if optimizer == "adamw" else 0.02,
+            batch_size=64,
+            train_samples=64 * 12 + 40,
+            test_samples=500,
+        )
+
+
+def _equality(bench: Bench, part: str, **settings: Any) -> Row:
+    """Whether captured and eager training with these settings give the same weights."""
+    short = {"iterations": 30, "sample_seconds": 0, **settings}
+    captured, _ = bench.train(**short)
+    eager, _ = bench.train(**short, cuda_graph="off")
+    is_captured = graph_of(captured)["captured"]
+    is_equal = captured["weights_sha256"] == eager["weights_sha256"]
+    losses = [run["final"]["train_loss"] for run in (captured, eager)]
+    note = "" if is_captured else f"not captured: {graph_of(captured)['reason']}"
+    if not is_equal:
+        note += f" training losses {losses}"
+    case = ", ".join(str(settings[name]) for name in ("model", "optimizer", "precision"))
+    return Row(part, case, [float(is_equal and is_captured)], "equal", "1", note)
+
+
+def measure_gpt(bench: Bench) -> Iterator[Row]:
+    for size in bench.gpt_sizes:
+        batch, context = map(int, size.split("x"))
+        yield from _gpt_steps(bench, batch, context)
+    cases = itertools.product(("gpt-nano", "gpt-micro"), ("sgd", "adamw", "muon"), ("fp32", "bf16"))
+    for model, optimizer, precision in cases:
+        # Attention over several blocks of keys, whose gradients are added.
+        settings = {**_gpt_settings(bench, 16, 1024), "train_samples": 16 * 12 + 10}
+        yield _equality(
+            bench, "gpt", **{**settings, "model": model, "optimizer": optimizer},
+            precision=precision,
+        )  # fmt: skip
+
+
+def _gpt_settings(bench: Bench, batch: int, context: int) -> dict[str, Any]:
+    return {
+        "model": "gpt-mini",
+        "data": "stories",
+        "data_dir": str(bench.folder),
+        "augment": [],
+        "context": context,
+        "batch_size": batch,
+        "train_samples": max(batch, GPT_TRAIN_TOKENS // context),
+        "test_samples": 32,
+        "optimizer": "adamw",
+        "lr": 1e-3,
+        "beta2": 0.99,
+        "weight_decay": 0.1,
+        "clip_norm": 1.0,
+        "schedule": "cosine",
+    }
+
+
+def _gpt_steps(bench: Bench, batch: int, context: int) -> Iterator[Row]:
+    """All contenders take turns in each round; paceline by default chooses its precision."""
+    settings, steps = _gpt_settings(bench, batch, context), bench.steps
+    config = from_mapping(settings)
+    bare = BareLoop(config, torch.device(bench.device))
+    tokens = bench.folder / f"tokens-{context}"
+    write_tokens(config, tokens)
+    spent: dict[str, list[float]] = {}
+    notes: dict[str, str] = {}
+    with PeerScript.running(tokens, batch, context, bench.device) as peer:
+        # The first steps compile the model and initialize libraries.
+        for contender in (bare, peer):
+            contender.seconds(steps)
+        for _ in range(bench.rounds):
+            for variant in (name for name in VARIANTS if name in bench.variants):
+                precision = {} if variant == "default" else {"precision": "bf16"}
+                result, _ = bench.train(
+                    **{**settings, **precision, **VARIANTS[variant]},
+                    iterations=WINDOWS * steps, eval_every=steps,
+                )  # fmt: skip
+                spent.setdefault(variant, []).extend(windows(result))
+                notes[variant] = how(result)
+            for name, contender in (("bare loop", bare), (USUAL, peer)):
+                measured = [contender.seconds(steps) for _ in range(WINDOWS - 1)]
+                spent.setdefault(name, []).extend(measured)
+    case = f"{batch}x{context}"
+    flops = batch * context * flops_per_token(bare.parameters, *GPT_MINI, context)
+    for name, seconds in spent.items():
+        each = [1e3 * window / steps for window in seconds]
+        per_second = 1e3 / statistics.median(each)
+        note = f"{batch * context * per_second:,.0f} tokens/s"
+        note += f", {100 * flops * per_second / PEAK_FLOPS:.2f}% MFU"
+        if name in notes:
+            note += f"; {notes[name]}"
+        yield Row("gpt", f"{case}, {name}", each, "ms", note=note)
+    for ours, other, goal in (("eager", "bare loop", "<= 1.03"), ("default", USUAL, "<= 1")):
+        if ours in spent:
+            ratios = [one / two for one, two in zip(spent[ours], spent[other], strict=True)]
+            yield Row("gpt", f"{case}, {ours} / {other}", ratios, "times", goal)
 
 
 def measure_resume(bench: Bench) -> Iterator[Row]:
@@ -457,6 +547,7 @@ def measure_checkpoint(bench: Bench) -> Iterator[Row]:
 PARTS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "epochs": measure_epochs,
     "equal": measure_equal,
+    "gpt": measure_gpt,
     "resume": measure_resume,
     "small": measure_small,
     "busy": measure_busy,
@@ -477,6 +568,7 @@ def main() -> None:
     parser.add_argument("--batches", default="32,128,512")
     parser.add_argument("--variants", default=",".join([*VARIANTS, USUAL]))
     parser.add_argument("--steps", type=int, default=200, help="in a window of a slow variant")
+    parser.add_argument("--gpt-sizes", default="64x256,16x1024", help="windows x tokens in each")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", type=Path, help="also write all rows to a file")
     arguments = parser.parse_args()
@@ -498,6 +590,7 @@ def main() -> None:
             [int(size) for size in arguments.batches.split(",")],
             arguments.variants.split(","),
             arguments.steps,
+            arguments.gpt_sizes.split(","),
             arguments.device,
         )
         for part, count in rounds.items():
