@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import threading
 import time
 import traceback
@@ -279,3 +282,19 @@ def train_on(rank: int, clock: PhaseClock, backend: str) -> list[Tensor]:
     dist.barrier(group)
     dist.destroy_process_group(group)
     return [*weights, total, whole]
+
+
+def different_sizes(rank: int, clock: PhaseClock) -> None:
+    """Ranks add tensors of different sizes, which ends in an error or a timeout."""
+    dist.barrier()
+    with contextlib.suppress(RuntimeError):
+        dist.all_reduce(torch.ones(1000 * (rank + 1)))
+
+
+def missing_rank(rank: int, clock: PhaseClock) -> None:
+    """Rank 1 does not come to the last all-reduce, and is killed."""
+    dist.barrier()
+    if rank == 0:
+        with contextlib.suppress(RuntimeError):
+            dist.all_reduce(torch.ones(1000))
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -270,3 +270,24 @@ def test_an_error_of_the_recorder_does_not_reach_the_program(
     for (expected, _, _), (got, _, errors) in zip(without, outcomes, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
         assert "No such file or directory" in errors[0]
+
+
+def test_mismatched_sizes_are_found(tmp_path: Path) -> None:
+    with WorkerPool(2) as workers:
+        workers.outcomes(
+            2, programs.measured, tmp_path, programs.different_sizes, fresh=True, timeout_seconds=3
+        )
+    (logs,) = read_logs(tmp_path)
+    (mismatch,) = separate_waits(logs).mismatches
+    assert mismatch.sequence == 1
+    assert mismatch.calls == {0: ("all_reduce", 4000, -1), 1: ("all_reduce", 8000, -1)}
+
+
+def test_killed_ranks_leave_what_they_waited_in(tmp_path: Path) -> None:
+    with WorkerPool(2) as workers:
+        workers.outcomes(
+            2, programs.measured, tmp_path, programs.missing_rank, fresh=True, timeout_seconds=30
+        )
+    (logs,) = read_logs(tmp_path)
+    assert [len(log.records) for log in logs.values()] == [2, 1]
+    assert len(logs[0].unfinished) or logs[0].records[-1]["flags"] & FAILED

@@ -128,7 +128,8 @@ def write_result(
     ranks = read_ranks(folder)
     communication = read_communication(folder)
     result = assemble(folder, settings, ranks, communication, status, cause)
-    result["warnings"] = [*warnings, *_warnings(folder, ranks), *communication.warnings()]
+    found = communication.warnings(is_finished=status == "finished")
+    result["warnings"] = [*warnings, *_warnings(folder, ranks), *found]
     folder.write_result(result)
     (folder.path / WARNINGS_FILE).unlink(missing_ok=True)
     return result

@@ -150,43 +150,38 @@ class CollectiveRecorder:
 
         inside, blocked = self.python_groups.inside, self.blocked
 
-        @self.guard
-        def record(args: tuple[Any, ...], arrival: float, result: Any) -> int:
+        def is_async(args: tuple[Any, ...]) -> bool:
             # Arguments at the end that have their default value are omitted.
-            is_async = not blocks and (len(args) <= at_async or args[at_async])
+            return not blocks and (len(args) <= at_async or args[at_async])
+
+        @self.guard
+        def arrive(args: tuple[Any, ...], arrival: float) -> int:
             group, peer = group_of(args[at_group]), args[at_peer] if at_peer else -1
-            tensor = operation.first_tensor(args)
-            position = self.begin(operation, group, args, tensor, peer, is_async, arrival)
-            if result is not None:
-                work = work_of(result if returns_work_only else result[1])
-                self._launched(operation, work, tensor, position, is_async)
-            return position
+            return self.begin(operation, group, args, peer, is_async(args), arrival)
+
+        @self.guard
+        def launched(result: Any, args: tuple[Any, ...], position: int) -> None:
+            work = work_of(result if returns_work_only else result[1])
+            self._launched(operation, work, args, position, is_async(args))
 
         def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
             arrival = perf_counter()
-            if get_ident() in inside:
+            # Recorded before it is issued: a mismatch may end the process at once.
+            position = None if get_ident() in inside else arrive(args, arrival)
+            if position is None:
                 return redispatch(keyset & _BELOW, *args, **kwargs)
-            if blocks:
-                return wait(keyset & _BELOW, args, arrival)
-            # Recorded after it is issued, while it is in progress.
+            before = blocked.enter() if blocks else None
             try:
                 result = redispatch(keyset & _BELOW, *args, **kwargs)
-            except BaseException:
-                self.failed(record(args, arrival, None))
-                raise
-            record(args, arrival, result)
-            return result
-
-        def wait(keyset: Any, args: tuple[Any, ...], arrival: float) -> Any:
-            position = record(args, arrival, None)
-            before = blocked.enter()
-            try:
-                return redispatch(keyset, *args)
             except BaseException:
                 self.failed(position)
                 raise
             finally:
-                self.leave(before, position, arrival)
+                if blocks:
+                    self.leave(before, position, arrival)
+            if not blocks:
+                launched(result, args, position)
+            return result
 
         self._implement("c10d", operation.op, kernel)
 
@@ -220,12 +215,11 @@ class CollectiveRecorder:
         operation: Operation,
         group: Any,
         args: tuple[Any, ...],
-        tensor: Tensor | None,
         peer: int,
         is_async: bool,
         arrival: float,
     ) -> int:
-        """Record an arrival; returns the position in the log. `tensor` is the first one."""
+        """Record an arrival; returns the position in the log."""
         known = self._groups.get(group.group_name) or self._add_group(group)
         assert self.log is not None
         if operation.is_message:
@@ -235,7 +229,7 @@ class CollectiveRecorder:
         flags = self._models.flags | (ASYNC if is_async else 0)
         if torch._C._current_graph_task_id() != -1:
             flags |= BACKWARD
-        size_bytes = operation.size_bytes(args, known.size)
+        size_bytes, tensor = operation.size_bytes(args, known.size), operation.first_tensor(args)
         element_bytes = 1 if tensor is None else tensor.element_size()
         counts = transfer_counts(
             operation.name, size_bytes, element_bytes, known.rank, known.size, peer
@@ -247,8 +241,9 @@ class CollectiveRecorder:
         return position
 
     def _launched(
-        self, operation: Operation, work: Any, tensor: Tensor | None, position: int, is_async: bool
+        self, operation: Operation, work: Any, args: tuple[Any, ...], position: int, is_async: bool
     ) -> None:
+        tensor = operation.first_tensor(args)
         pending = self.hold(work, position, tensor)
         future = None
         if tensor is not None and tensor.is_cuda:

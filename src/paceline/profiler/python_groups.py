@@ -47,8 +47,7 @@ class PythonGroups:
 
         @recorder.guard
         def arrive(group: Any, args: tuple[Any, ...], arrival: float) -> int:
-            tensor, peer = operation.first_tensor(args), operation.peer(args)
-            return recorder.begin(operation, group, args, tensor, peer, True, arrival)
+            return recorder.begin(operation, group, args, operation.peer(args), True, arrival)
 
         @recorder.guard
         def returned(work: Any, position: int, before: str | None, arrival: float) -> None:
