@@ -7,12 +7,25 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paceline.compression.codec import Codec as Codec
     from paceline.launch.join import join as join
+    from paceline.profiler.program import profile as profile
+    from paceline.profiler.program import step as step
     from paceline.strategies.strategy import Strategy as Strategy
     from paceline.training.generation import generate as generate
 
 __version__ = "0.1.0"
 
-__all__ = ["Codec", "Strategy", "__version__", "generate", "join", "train"]
+__all__ = [
+    "Codec",
+    "Strategy",
+    "__version__",
+    "generate",
+    "join",
+    "load_ipython_extension",
+    "profile",
+    "step",
+    "train",
+    "unload_ipython_extension",
+]
 
 
 def train(**settings: Any) -> dict[str, Any]:
@@ -35,6 +48,20 @@ def train(**settings: Any) -> dict[str, Any]:
         raise error.with_traceback(None) from error.__cause__
 
 
+def load_ipython_extension(shell: Any) -> None:
+    """`%load_ext paceline`: measure the training in the cells that follow."""
+    from paceline.cli import notebook
+
+    notebook.start()
+
+
+def unload_ipython_extension(shell: Any) -> None:
+    """`%unload_ext paceline`: end the measurement, print its summary and write the report."""
+    from paceline.cli import notebook
+
+    notebook.stop()
+
+
 def __getattr__(name: str) -> Any:
     # Loaded on first use, because they import torch.
     if name == "generate":
@@ -45,6 +72,10 @@ def __getattr__(name: str) -> Any:
         from paceline.launch.join import join
 
         return join
+    if name in ("profile", "step"):
+        from paceline.profiler import program
+
+        return getattr(program, name)
     if name == "Strategy":
         from paceline.strategies.strategy import Strategy
 

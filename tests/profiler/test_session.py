@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import multiprocessing
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,13 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from paceline.profiler import WARNINGS_FILE
+from paceline.errors import UsageError
+from paceline.profiler import WARNINGS_FILE, session
 from paceline.profiler.collection import read_ranks
 from paceline.profiler.session import Session
+from paceline.profiler.step_window import StepWindow
 from paceline.records import RunFolder
 from tests.support.profiled import loader, model, profiled, train_step
 
@@ -50,10 +55,10 @@ def test_closing_restores_torch(tmp_path: Path) -> None:
         (torch, "save"),
     )
     before = [getattr(owner, name) for owner, name in replaced]
-    session = Session(tmp_path)
-    session.start()
+    measured = Session(tmp_path)
+    measured.start()
     during = [getattr(owner, name) for owner, name in replaced]
-    session.close()
+    measured.close()
     assert not any(one is other for one, other in zip(before, during, strict=True))
     assert [getattr(owner, name) for owner, name in replaced] == before
 
@@ -68,15 +73,15 @@ def test_an_error_in_a_hook_stops_the_profiler_but_not_the_script(
         raise ValueError("no such phase")
 
     expected = saved(run_loop())
-    session = Session(tmp_path)
-    monkeypatch.setattr(session.tracker, method, fail)
+    measured = Session(tmp_path)
+    monkeypatch.setattr(measured.tracker, method, fail)
     call = nn.Module.__call__
-    session.start()
+    measured.start()
     try:
         assert saved(run_loop()) == expected
         assert nn.Module.__call__ is call
     finally:
-        session.close()
+        measured.close()
     (line,) = (tmp_path / WARNINGS_FILE).read_text().splitlines()
     assert json.loads(line)["text"] == "the profiler stopped: ValueError: no such phase"
 
@@ -123,25 +128,76 @@ def test_compiled_models_are_compiled_once(tmp_path: Path) -> None:
     assert measured.phases == [*["input", "forward", "backward", "update"] * 4, "input"]
 
 
-def test_a_forked_process_measures_itself(tmp_path: Path) -> None:
-    from paceline.profiler.session import start
-
-    session = start(str(tmp_path))
-    assert session is not None
+@pytest.mark.parametrize("has_trained", [False, True])
+def test_a_forked_process_is_measured_unless_its_parent_trains(
+    tmp_path: Path, has_trained: bool
+) -> None:
+    measured = session.start(str(tmp_path))
+    assert measured is not None
     try:
-        child = os.fork()
-        if not child:
-            code = 1
-            try:
-                run_loop()
-                code = 0
-            finally:
-                import atexit
-
-                atexit._run_exitfuncs()
-                os._exit(code)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        (record,) = read_ranks(RunFolder(tmp_path))
-        assert record.start["process"] == child
+        if has_trained:
+            run_loop()
+        child = multiprocessing.get_context("fork").Process(target=run_loop)
+        child.start()
+        child.join()
+        assert child.exitcode == 0
     finally:
-        session.close()
+        session.stop(measured)
+    (record,) = read_ranks(RunFolder(tmp_path))
+    assert record.start["process"] == (os.getpid() if has_trained else child.pid)
+
+
+def test_hooks_of_other_optimizer_users_survive_a_failing_profiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = Session(tmp_path)
+
+    def fail(*_: object) -> None:
+        raise ValueError
+
+    monkeypatch.setattr(measured.tracker, "end_update", fail)
+    measured.start()
+    calls: list[object] = []
+    handle = register_optimizer_step_post_hook(lambda *_: calls.append(1))
+    try:
+        run_loop(3)
+    finally:
+        handle.remove()
+        measured.close()
+    assert len(calls) == 3
+
+
+def test_only_the_steps_of_the_window_are_measured(tmp_path: Path) -> None:
+    measured = Session(tmp_path, StepWindow.parse("2:5"))
+    call = nn.Module.__call__
+    measured.start()
+    try:
+        run_loop(8)
+        assert nn.Module.__call__ is call
+    finally:
+        measured.close()
+    (record,) = read_ranks(RunFolder(tmp_path))
+    assert len(record.step_seconds) == 3
+    assert record.last["samples"] == 12
+    assert record.blocks[0]["first"] == 0
+    assert sum(record.step_seconds) <= record.wall_seconds
+    assert record.account()["after_first"]["iterations"] == 2
+
+
+@pytest.mark.parametrize("text", ["5", "5:2", "a:b", "-1:3", "3:3"])
+def test_an_invalid_window_is_a_usage_error(text: str) -> None:
+    with pytest.raises(UsageError, match="--steps: must be A:B"):
+        StepWindow.parse(text)
+
+
+def test_distributed_checkpoints_are_checkpoints(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    net = model()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    with profiled(tmp_path) as measured:
+        for batch in loader(2):
+            train_step(net, optimizer, *batch)
+            with warnings.catch_warnings(action="ignore"):
+                save({"model": net.state_dict()}, checkpoint_id=tmp_path / "weights", no_dist=True)
+    assert measured.record.last["checkpoints"] == 2

@@ -5,16 +5,21 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TextIO
 
 from paceline.errors import UsageError
+from paceline.records import Result, RunFolder
 
 SUMMARY = "measure an unchanged training script"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "paceline profile [--out DIR] [--name NAME] [--quiet] -- COMMAND"
+    parser.usage = "paceline profile [--out DIR] [--name NAME] [--steps A:B] [--quiet] -- COMMAND"
     parser.add_argument("--out", default="runs", metavar="DIR", help="folder of all runs")
     parser.add_argument("--name", metavar="NAME", help="name of the run's folder")
+    parser.add_argument(
+        "--steps", default="", metavar="A:B", help="measure steps A to B-1, such as 20:120"
+    )
     parser.add_argument("--quiet", action="store_true", help="print no summary at the end")
     parser.add_argument(
         "command",
@@ -33,12 +38,16 @@ def run(arguments: argparse.Namespace) -> int:
         )
     from paceline.profiler.command import profile
 
-    outcome = profile(command, Path(arguments.out), arguments.name)
+    outcome = profile(command, Path(arguments.out), arguments.name, arguments.steps)
     if not arguments.quiet:
-        from paceline.report.build import write_report
-        from paceline.report.summary import print_summary
-
-        print_summary(outcome.folder, outcome.result, sys.stderr)
-        page = write_report(outcome.folder.path).page
-        sys.stderr.write(f"report      {page}\n")
+        present(outcome.folder, outcome.result, sys.stderr)
     return outcome.exit_code
+
+
+def present(folder: RunFolder, result: Result, file: TextIO) -> None:
+    """Print the summary of a profile and write its report."""
+    from paceline.report.build import write_report
+    from paceline.report.summary import print_summary
+
+    print_summary(folder, result, file)
+    file.write(f"report      {write_report(folder.path).page}\n")

@@ -64,10 +64,10 @@ class RankRecord:
 
     @property
     def moments(self) -> dict[str, float]:
-        """When the first and the last step ended, in the clock of the process."""
+        """Start of the measurement, and ends of the first and the last step, by its clock."""
         started = float(self.start["clock_started"])
         first = sum(self.blocks[0]["after_first"].values())
-        return {"first": started + first, "last": started + self.wall_seconds}
+        return {"start": started, "first": started + first, "last": started + self.wall_seconds}
 
     def account(self) -> dict[str, Any]:
         """The entry of the rank in `workers` of result.json, without its communication."""

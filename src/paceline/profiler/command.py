@@ -19,6 +19,7 @@ from paceline.errors import UsageError
 from paceline.measure.sampler import ResourceSampler
 from paceline.profiler import FOLDER_VARIABLE, STEPS_VARIABLE
 from paceline.profiler.collection import write_result
+from paceline.profiler.step_window import StepWindow
 from paceline.records import Result, RunFolder, default_name
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -34,7 +35,9 @@ class Outcome(NamedTuple):
 
 def profile(command: Sequence[str], out: Path, name: str | None, steps: str = "") -> Outcome:
     """Run a command and return what its training processes measured."""
-    settings = RunSettings("profile", {"command": list(command)})
+    StepWindow.parse(steps)
+    values = {"command": list(command), **({"steps": steps} if steps else {})}
+    settings = RunSettings("profile", values)
     script = settings.script or command[0]
     path = out / (name or default_name(out, Path(script.split()[0]).stem, "profile"))
     folder = RunFolder.create_at(path, settings)

@@ -44,12 +44,14 @@ class RankCommunication:
     def account(self, worker: dict[str, Any], moments: Mapping[str, float]) -> None:
         """Add it to the entry of the rank in `workers` of result.json.
 
-        `moments` are the ends of the first step and of the last one, in the rank's clock.
+        `moments` are the start, and the ends of the first step and of the last one, in the rank's
+        clock.
         """
         rank, records = self.log.rank, self.log.records
-        first, last = moments["first"], moments["last"]
+        start, first, last = moments["start"], moments["first"], moments["last"]
+        records = records[(records["arrival"] >= start) & (records["arrival"] <= last)]
         waited = self.waits.waited[rank]
-        for account, began in ((worker, -np.inf), (worker["after_first"], first)):
+        for account, began in ((worker, start), (worker["after_first"], first)):
             _move_waits(account["phases"], waited, began, last)
             account["hidden_exchange_seconds"] = self._overlapped(began, last)
         worker["traffic"] = traffic(records)

@@ -6,6 +6,7 @@ changed, so what a script saves is what it saves without the profiler.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -19,11 +20,15 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.hooks import RemovableHandle
 
 from paceline.profiler.step_tracker import StepTracker
 
 NO_MODEL = frozenset(("other", "update", "evaluate"))
 """Phases in which the call of a module may begin another phase."""
+
+SAVER = "torch.distributed.checkpoint.state_dict_saver"
+"""Its function `_save_state_dict` writes a distributed checkpoint."""
 
 Guard = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Makes a function that never raises: after an exception, the profiler stops."""
@@ -34,6 +39,8 @@ class Hooks:
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
+        self._handles: list[RemovableHandle] = []
+        self._make_save: Callable[[Any], Any] | None = None
 
     def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         """Replace an attribute by `make(original)`."""
@@ -45,9 +52,19 @@ class Hooks:
             (lambda: setattr(owner, name, original)) if is_own else (lambda: delattr(owner, name))
         )
 
-    def remove(self) -> None:
+    def remove(self, *, is_in_hook: bool = False) -> None:
+        """Restore what was replaced; hooks of optimizers stay where torch is calling them."""
+        self._make_save = None
         while self._undo:
             self._undo.pop()()
+        while self._handles and not is_in_hook:
+            self._handles.pop().remove()
+
+    def hook_imported(self) -> None:
+        """Replace functions of modules that are imported only by some scripts."""
+        if self._make_save is not None and SAVER in sys.modules:
+            self.replace(sys.modules[SAVER], "_save_state_dict", self._make_save)
+            self._make_save = None
 
     def install(self, tracker: StepTracker, guard: Guard) -> None:
         self._hook_models(tracker, guard(tracker.call_model))
@@ -103,8 +120,8 @@ class Hooks:
         def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             end(optimizer)
 
-        self._undo.append(register_optimizer_step_pre_hook(before).remove)
-        self._undo.append(register_optimizer_step_post_hook(after).remove)
+        self._handles.append(register_optimizer_step_pre_hook(before))
+        self._handles.append(register_optimizer_step_post_hook(after))
 
     def _hook_grad_scaler(self, tracker: StepTracker, skip: Callable[..., Any]) -> None:
         def make(original: Any) -> Any:
@@ -134,6 +151,7 @@ class Hooks:
 
         self.replace(torch, "save", make)
         self.replace(torch.serialization, "save", make)
+        self._make_save = make
 
 
 def measured_call(original: Any, tracker: StepTracker, call_model: Callable[..., Any]) -> Any:

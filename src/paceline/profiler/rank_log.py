@@ -12,8 +12,8 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
@@ -25,6 +25,7 @@ from paceline.launch import environment
 from paceline.measure.loss_block import LossBlock
 from paceline.profiler.overhead import HookCosts
 from paceline.profiler.step_tracker import StepTracker
+from paceline.profiler.step_window import StepWindow
 from paceline.records import EventWriter, RunFolder
 
 BLOCK_SECONDS = 0.5
@@ -34,11 +35,25 @@ Source = Callable[[], Iterable[tuple[str, dict[str, Any]]]]
 """Returns events with their values that are due with a block."""
 
 
+@dataclass(frozen=True, slots=True)
+class Totals:
+    samples: int = 0
+    checkpoints: int = 0
+    phases: Mapping[str, float] = field(default_factory=dict)
+
+
 class RankLog:
     """Writes nothing before the first step: most processes that import torch never take one."""
 
-    def __init__(self, folder: RunFolder, costs: HookCosts, sources: Iterable[Source] = ()) -> None:
+    def __init__(
+        self,
+        folder: RunFolder,
+        costs: HookCosts,
+        window: StepWindow,
+        sources: Iterable[Source] = (),
+    ) -> None:
         self.folder = folder
+        self.window = window
         self.costs = costs
         self.sources = list(sources)
         self.measuring_seconds = 0.0
@@ -53,17 +68,24 @@ class RankLog:
         self._block: LossBlock | None = None
         self._has_loss: list[bool] = []
         """Of the steps of the block."""
+        self._before = Totals()
+        """What precedes the first step to measure."""
         self._after_first: dict[str, float] = {}
         self._written = 0.0
 
     def step(self, tracker: StepTracker) -> None:
         """Add the step that ended just now."""
-        if self._is_refused:
+        step = tracker.steps - self.window.first
+        if self._is_refused or step < 0:
             return
-        if tracker.steps == 1:
+        if step == 0:
+            tracker.clock.take_step_seconds(tracker.parts_of_first + tracker.steps - 1)
+            self._before = Totals(tracker.samples, tracker.checkpoints, dict(tracker.clock.seconds))
+            return
+        if step == 1:
             # With several optimizers, the first step may end more than once.
             self._losses = [tracker.loss]
-            self._after_first = dict(tracker.clock.seconds)
+            self._after_first = self._phases(tracker.clock.seconds)
             return
         self._losses.append(tracker.loss)
         tracker.loss = None
@@ -116,7 +138,8 @@ class RankLog:
         seconds = self._step_seconds(tracker, len(losses))
         values: dict[str, Any] = {}
         if not self._first:
-            values["after_first"] = _rounded(self._after_first)
+            values["after_first"] = self._after_first
+        self.measuring_seconds = self._writing_seconds + self.costs.seconds(tracker)
         assert self._events is not None
         for source in self.sources:
             for event, of_event in source():
@@ -127,19 +150,22 @@ class RankLog:
             seconds=[round(value, 7) for value in seconds],
             loss=[_finite_or_none(value) for value in losses],
             learning_rate=tracker.learning_rate,
-            samples=tracker.samples,
-            checkpoints=tracker.checkpoints,
-            phases=_rounded(clock.known_seconds),
+            samples=tracker.samples - self._before.samples,
+            checkpoints=tracker.checkpoints - self._before.checkpoints,
+            phases=self._phases(clock.known_seconds),
             measuring_seconds=round(self.measuring_seconds, 6),
             **values,
         )
         self._first += len(losses)
         self._written = perf_counter()
         self._writing_seconds += self._written - began
-        self.measuring_seconds = self._writing_seconds + self.costs.seconds(tracker)
+
+    def _phases(self, seconds: Mapping[str, float]) -> dict[str, float]:
+        before = self._before.phases
+        return {name: round(spent - before.get(name, 0.0), 6) for name, spent in seconds.items()}
 
     def _step_seconds(self, tracker: StepTracker, steps: int) -> list[float]:
-        if self._first or not steps:
+        if self._first or self.window.first or not steps:
             return tracker.clock.take_step_seconds(steps)
         first = sum(tracker.clock.take_step_seconds(tracker.parts_of_first))
         return [first, *tracker.clock.take_step_seconds(steps - 1)]
@@ -166,7 +192,7 @@ class RankLog:
             process=os.getpid(),
             host=socket.gethostname(),
             perf_counter_offset=time.time() - perf_counter(),
-            clock_started=tracker.clock.started,
+            clock_started=tracker.clock.started + sum(self._before.phases.values()),
         )
         return True
 
@@ -178,10 +204,6 @@ def find_rank() -> RankInfo:
         rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         known = replace(known, rank=rank, world_size=world_size)
     return known
-
-
-def _rounded(seconds: dict[str, float]) -> dict[str, float]:
-    return {name: round(spent, 6) for name, spent in seconds.items()}
 
 
 def _finite_or_none(value: float | None) -> float | None:

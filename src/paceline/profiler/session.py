@@ -8,6 +8,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from multiprocessing.util import Finalize, register_after_fork
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from paceline.profiler.hooks import Hooks
 from paceline.profiler.overhead import measure_hook_costs
 from paceline.profiler.rank_log import RankLog
 from paceline.profiler.step_tracker import StepTracker
+from paceline.profiler.step_window import StepWindow
 from paceline.records import RunFolder
 
 if TYPE_CHECKING:
@@ -28,12 +30,14 @@ if TYPE_CHECKING:
 class Session:
     """Measures this process until it is closed; an error closes it and leaves the script alone."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, window: StepWindow | None = None) -> None:
+        self.folder = folder
         self._process = os.getpid()
         self._is_open = True
-        self.log = RankLog(RunFolder(folder), measure_hook_costs(self.guard))
-        self.tracker = StepTracker(lambda: self.log.step(self.tracker))
+        self.log = RankLog(
+            RunFolder(folder), measure_hook_costs(self.guard), window or StepWindow()
+        )
+        self.tracker = StepTracker(self._end_step)
         self._hooks = Hooks()
         self._collectives: CollectiveRecorder | None = None
 
@@ -42,8 +46,15 @@ class Session:
         if torch.distributed.is_available():
             from paceline.profiler.collectives import CollectiveRecorder
 
-            self._collectives = CollectiveRecorder(self.tracker, self._folder, self.guard)
+            self._collectives = CollectiveRecorder(self.tracker, self.folder, self.guard)
             self._collectives.install()
+
+    def _end_step(self) -> None:
+        self.log.step(self.tracker)
+        if self.log.window.is_over(self.tracker.steps):
+            self._stop()
+        else:
+            self._hooks.hook_imported()
 
     def guard(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that never raises: an exception ends the session."""
@@ -61,17 +72,37 @@ class Session:
 
     def fail(self, error: Exception) -> None:
         self._is_open = False
-        warn(self._folder, f"the profiler stopped: {error_line(error)}")
+        warn(self.folder, f"the profiler stopped: {error_line(error)}")
         # Not the kernels of the dispatcher: one of them may have failed, and is still running.
-        self._hooks.remove()
+        self._hooks.remove(is_in_hook=True)
+
+    def end_step(self) -> None:
+        """End a step here; from now on, optimizers do not end steps."""
+        self.guard(self.tracker.end_step_here)()
 
     def close(self) -> None:
         """Write what is left and remove all hooks."""
         # A forked process inherits the session of its parent.
         if os.getpid() == self._process:
-            self.guard(self.log.close)(self.tracker)
+            self._stop()
             self.remove()
-        self._is_open = False
+
+    def continue_in_child(self) -> None:
+        """In a forked process: measure it, unless its parent trains already.
+
+        Hooks stay in place: removing them could wait for a lock of a thread that was not forked.
+        """
+        has_collectives = self._collectives is not None and self._collectives.log is not None
+        if self.tracker.steps or has_collectives:
+            self._is_open = False
+        else:
+            self._process = os.getpid()
+
+    def _stop(self) -> None:
+        if self._is_open:
+            self.guard(self.log.close)(self.tracker)
+            self._is_open = False
+            self._hooks.remove(is_in_hook=True)
 
     def remove(self) -> None:
         """Remove all hooks."""
@@ -90,34 +121,42 @@ def warn(folder: Path, text: str) -> None:
         pass
 
 
+_active: list[Session] = []
+"""At most one: the hooks belong to the process."""
+
+
+def active() -> Session | None:
+    return _active[0] if _active else None
+
+
 def start(folder: str, steps: str = "") -> Session | None:
-    """Start a session that lasts until the process ends."""
+    """Start a session that lasts until `stop` or the end of the process."""
     try:
-        session = Session(Path(folder))
+        session = Session(Path(folder), StepWindow.parse(steps))
         session.start()
     except Exception as error:  # noqa: BLE001 (as above)
         warn(Path(folder), f"the profiler did not start: {error_line(error)}")
         return None
-    atexit.register(session.close)
-
-    def restart() -> None:
-        # A forked process may train, too.
-        nonlocal session
-        session.remove()
-        atexit.unregister(session.close)
-        session = Session(Path(folder))
-        session.start()
-        atexit.register(session.close)
-
-    os.register_at_fork(after_in_child=session_guard(restart, folder))
+    _active[:] = [session]
+    atexit.register(_close_active)
     return session
 
 
-def session_guard(function: Callable[[], None], folder: str) -> Callable[[], None]:
-    def call() -> None:
-        try:
-            function()
-        except Exception as error:  # noqa: BLE001 (as above)
-            warn(Path(folder), f"the profiler did not start: {error_line(error)}")
+def stop(session: Session) -> None:
+    session.close()
+    _active.clear()
 
-    return call
+
+def _close_active() -> None:
+    for session in _active:
+        session.close()
+
+
+def _continue_in_child() -> None:
+    for session in _active:
+        session.continue_in_child()
+
+
+os.register_at_fork(after_in_child=_continue_in_child)
+# Forked processes of multiprocessing end without the functions of atexit.
+register_after_fork(_close_active, lambda close: Finalize(None, close, exitpriority=0))

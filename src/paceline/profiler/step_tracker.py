@@ -61,6 +61,8 @@ class StepTracker:
         self._last_optimizer = 0
         """Id of the one that ends steps."""
         self._steps_of_others = 0
+        self._is_manual = False
+        """Whether the program says where steps end."""
         self._stepping: list[int] = []
         """Ids of optimizers whose step is in progress: one may call another, or a closure."""
         self._phase_after_update = "other"
@@ -218,6 +220,8 @@ class StepTracker:
             self.end_step()
 
     def _ends_step(self, optimizer: Optimizer) -> bool:
+        if self._is_manual:
+            return False
         if id(optimizer) != self._last_optimizer:
             if optimizer in self._optimizers and self._steps_of_others < OTHERS_MAX:
                 self._steps_of_others += 1
@@ -241,6 +245,16 @@ class StepTracker:
         self.parts_of_first += not self.steps
         self.steps += 1
         self._on_step()
+
+    def end_step_here(self) -> None:
+        """End a step by request; from now on, optimizers do not end steps."""
+        if not self.steps:
+            self.thread = get_ident()
+        elif self.steps == 1 and not self._is_manual:
+            # An optimizer ended the first step before it was known that it does not.
+            self.steps = 0
+        self._is_manual = True
+        self.end_step()
 
     def begin_checkpoint(self) -> str | None:
         """Returns the phase after it; None if it is part of another one."""

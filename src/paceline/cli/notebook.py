@@ -1,0 +1,31 @@
+"""The notebook extension: `%load_ext paceline` to `%unload_ext paceline` is one profile."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+
+from paceline.records import RunFolder
+
+_running = ExitStack()
+"""Ends the profile of this kernel."""
+
+
+def start() -> None:
+    from paceline.cli.profile import present
+    from paceline.profiler.program import profile
+
+    stop()
+    with ExitStack() as stack:
+
+        @stack.callback
+        def show() -> None:
+            if measured.result is not None:
+                present(RunFolder(measured.folder), measured.result, sys.stdout)
+
+        measured = stack.enter_context(profile())
+        _running.enter_context(stack.pop_all())
+
+
+def stop() -> None:
+    _running.close()

@@ -1,0 +1,150 @@
+"""Profiles from Python: `paceline.profile`, `paceline.step` and the notebook extension."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch.distributed
+from torch.distributed import (  # type: ignore[attr-defined]  # torch does not list it
+    PrefixStore,
+    distributed_c10d,
+)
+
+from paceline.config import RunSettings
+from paceline.errors import UsageError, error_line
+from paceline.measure.sampler import ResourceSampler
+from paceline.profiler import FOLDER_VARIABLE, session
+from paceline.profiler.collection import write_result
+from paceline.profiler.rank_log import find_rank
+from paceline.profiler.step_window import StepWindow
+from paceline.records import Result, RunFolder, default_name
+
+START_SECONDS, END_SECONDS = 60.0, 10.0
+"""How long ranks wait for rank 0 to create the folder, and rank 0 for the others to end."""
+
+_PROFILES = count()
+"""A program may profile several times; each time has its own keys in the store."""
+
+
+@dataclass(slots=True)
+class Profile:
+    """A profile of this program."""
+
+    folder: Path
+    result: Result | None = None
+    """The contents of result.json, on rank 0 after the block."""
+
+
+@contextmanager
+def profile(*, out: str = "runs", name: str | None = None, steps: str = "") -> Iterator[Profile]:
+    """Measure the training in a `with` block, like `paceline profile`.
+
+    All ranks enter and leave the block. Under `paceline profile`, the command measures already, and
+    the block does nothing.
+    """
+    if folder := os.environ.get(FOLDER_VARIABLE):
+        yield Profile(Path(folder))
+        return
+    StepWindow.parse(steps)
+    ranks = _Ranks()
+    settings = RunSettings("profile", {"command": list(sys.argv) or ["python"]})
+    folder = ranks.share(lambda: _create(settings, out, name))
+    profile = Profile(Path(folder))
+    sampler = ResourceSampler(RunFolder(profile.folder).resources_file(0), ranks.processes())
+    if ranks.is_first:
+        sampler.start()
+    measured = session.start(folder, steps)
+    status, cause = "finished", None
+    try:
+        yield profile
+    except BaseException as error:
+        status, cause = "failed", error_line(error)
+        raise
+    finally:
+        if measured is not None:
+            session.stop(measured)
+        ranks.wait_for_all()
+        if ranks.is_first:
+            warning = sampler.stop()
+            run_folder = RunFolder(profile.folder)
+            warnings = [warning] if warning else []
+            profile.result = write_result(run_folder, settings, status, cause, warnings)
+
+
+def step() -> None:
+    """End a step here, for loops whose steps are not those of a torch optimizer.
+
+    After the first call, optimizer steps do not end steps. Without a profile, it does nothing.
+    """
+    active = session.active()
+    if active is not None:
+        active.end_step()
+
+
+def _create(settings: RunSettings, out: str, name: str | None) -> str:
+    stem = Path(settings.script or "python").stem
+    path = Path(out) / (name or default_name(Path(out), stem, "profile"))
+    return str(RunFolder.create_at(path, settings).path.resolve())
+
+
+class _Ranks:
+    """The ranks of the program; they agree through the store of their process group."""
+
+    def __init__(self) -> None:
+        rank = find_rank()
+        self._rank, self._world_size, self._store = rank.rank, 1, None
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            self._world_size = rank.world_size
+            store = distributed_c10d._get_default_store()
+            self._store = PrefixStore(f"paceline/profile/{next(_PROFILES)}", store)
+
+    @property
+    def is_first(self) -> bool:
+        return self._store is None or self._rank == 0
+
+    def share(self, create: Any) -> str:
+        """Call `create` on rank 0 and return its text on all; an error is raised on all."""
+        if self._store is None:
+            return str(create())
+        self._store.set(f"process/{self._rank}", f"{os.getpid()} {socket.gethostname()}")
+        if self._rank == 0:
+            try:
+                self._store.set("folder", create())
+            except UsageError as error:
+                self._store.set("error", str(error))
+                self._store.set("folder", "")
+                raise
+        self._store.wait(["folder"], timedelta(seconds=START_SECONDS))
+        folder = self._store.get("folder").decode()
+        if not folder:
+            raise UsageError(self._store.get("error").decode())
+        return folder
+
+    def processes(self) -> list[int]:
+        """Ids of the processes of all ranks on this machine."""
+        if self._store is None:
+            return [os.getpid()]
+        keys = [f"process/{rank}" for rank in range(self._world_size)]
+        self._store.wait(keys, timedelta(seconds=START_SECONDS))
+        places = [self._store.get(key).decode().partition(" ") for key in keys]
+        return [int(process) for process, _, host in places if host == socket.gethostname()]
+
+    def wait_for_all(self) -> None:
+        """On rank 0, wait until the others have written their records, or for some seconds."""
+        if self._store is None:
+            return
+        self._store.set(f"end/{self._rank}", "")
+        deadline = time.monotonic() + END_SECONDS
+        keys = [f"end/{rank}" for rank in range(self._world_size)]
+        while self._rank == 0 and time.monotonic() < deadline and not self._store.check(keys):
+            time.sleep(0.01)
