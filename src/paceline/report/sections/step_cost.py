@@ -112,8 +112,7 @@ def step_cost_answer(costs: Sequence[StepCost]) -> str:
     several = [cost for cost in costs if cost.group.workers > 1] or list(costs)
     works: dict[str, list[StepCost]] = {}
     for cost in several:
-        settings = cost.group.settings
-        works.setdefault(f"{settings.model_text} on {settings.get('data')}", []).append(cost)
+        works.setdefault(cost.group.settings.task, []).append(cost)
     if len(works) == 1:
         return _sentence([(cost.group.label, cost) for cost in several])
     return " ".join(_named_sentence(work, own) for work, own in works.items())
