@@ -51,6 +51,9 @@ class Task:
     options: tuple[tuple[str, str], ...] = ()
     """Options of the strategy."""
 
+    def make_optimizer(self, weights: Iterable[nn.Parameter]) -> Optimizer:
+        return SGD(weights, lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
+
 
 @dataclass(frozen=True)
 class Connections:
@@ -78,10 +81,6 @@ def options_of(name: str, task: Task) -> dict[str, str]:
     return options
 
 
-def make_optimizer(weights: Iterable[nn.Parameter], task: Task) -> SGD:
-    return SGD(weights, lr=task.lr, momentum=task.momentum, weight_decay=task.weight_decay)
-
-
 def build_replica(
     model: nn.Module, connections: Connections, task: Task, optimizer: Optimizer | None = None
 ) -> Replica:
@@ -92,7 +91,7 @@ def build_replica(
         scaler = torch.amp.GradScaler("cpu", init_scale=task.loss_scale)
     return Replica(
         model=model,
-        optimizer=optimizer or make_optimizer(trainable, task),
+        optimizer=optimizer or task.make_optimizer(trainable),
         clock=PhaseClock(),
         forward=model,
         scaler=scaler,
@@ -193,14 +192,14 @@ def _run_rank(communicator: Communicator, function: Any, name: str, task: Any) -
 
 def _run_with_servers(world_size: int, function: Any, name: str, task: Any) -> list[Any]:
     def make() -> ServerStrategy:
-        strategy = create_strategy(name, {})
+        strategy = create_strategy(name, dict(task.options))
         assert isinstance(strategy, ServerStrategy)
         return strategy
 
     return run_with_servers(
         world_size,
         make,
-        lambda weight: make_optimizer([weight], task),
+        lambda weight: task.make_optimizer([weight]),
         lambda communicator, servers: function(Connections(communicator, servers), name, task),
     )
 

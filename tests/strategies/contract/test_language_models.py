@@ -5,6 +5,7 @@ The embedding is also the head, so each backward pass uses it twice.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -12,20 +13,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
 from paceline.compression import CODECS
 from paceline.config import from_mapping
 from paceline.data.sampling import shard_bounds
-from paceline.errors import ConfigError
 from paceline.measure.memory import allocated_bytes
 from paceline.models.build import build_model
 from paceline.models.gpt import GPT
 from paceline.strategies import STRATEGIES, create_strategy
 from paceline.strategies.shared.gradients import EARLY_PUBLISH_BYTES
-from paceline.strategies.strategy import ServerStrategy, Strategy
+from paceline.strategies.strategy import Strategy
 from paceline.training import run_state
 from paceline.training.loss import cross_entropy
 from paceline.training.optimizer import build_optimizer
@@ -58,7 +59,6 @@ class GptTask(Task):
     lr: float = 0.05
     momentum: float = 0.9
     weight_decay: float = 0.0
-    """Zero for parameter servers, which have one parameter group."""
     optimizer: str = "sgd"
     vocabulary: int = VOCABULARY
     model_options: tuple[tuple[str, str], ...] = ()
@@ -68,12 +68,15 @@ class GptTask(Task):
     before: str = ""
     """Strategy of the first steps, if another one resumes."""
 
+    def make_optimizer(
+        self, weights: Iterable[nn.Parameter], undecayed: Iterable[nn.Parameter] = ()
+    ) -> Optimizer:
+        keys = ("optimizer", "lr", "momentum", "weight_decay")
+        config = from_mapping({key: getattr(self, key) for key in keys})
+        return build_optimizer(config, weights, undecayed)
+
 
 ADAMW = GptTask(optimizer="adamw", lr=1e-3, weight_decay=0.1)
-
-ONE_WITHOUT_SERVERS = [
-    name for name in ONE_OF_A_KIND if not issubclass(STRATEGIES.load(name), ServerStrategy)
-]
 
 
 def begin(connections: Connections, name: str, task: GptTask, seed: int) -> Strategy:
@@ -87,9 +90,7 @@ def begin(connections: Connections, name: str, task: GptTask, seed: int) -> Stra
             has_tokens=True,
         ).to(task.dtype)
     assert isinstance(model, GPT)
-    keys = ("optimizer", "lr", "momentum", "weight_decay")
-    config = from_mapping({key: getattr(task, key) for key in keys})
-    optimizer = build_optimizer(config, model.parameters(), model.undecayed_weights())
+    optimizer = task.make_optimizer(model.parameters(), model.undecayed_weights())
     assert len(optimizer.param_groups) == 2
     strategy = create_strategy(name, options_of(name, task))
     strategy.setup(build_replica(model, connections, task, optimizer))
@@ -130,7 +131,7 @@ def train_step(strategy: Strategy, windows: Tensor, task: GptTask) -> None:
 
 @cache
 def alone(task: GptTask) -> dict[str, Tensor]:
-    task = replace(task, before="", save_after=None)
+    task = replace(task, before="", save_after=None, options=())
 
     def work(communicator: Communicator) -> dict[str, Tensor]:
         return train(Connections(communicator), "single", task)
@@ -153,7 +154,7 @@ def test_gpt_matches_one_worker(pool: WorkerPool, name: str, workers: int) -> No
     assert_matches_one_worker(pool, name, workers, GptTask())
 
 
-@pytest.mark.parametrize(("name", "workers"), strategy_cases(ONE_WITHOUT_SERVERS, (2, 3)))
+@pytest.mark.parametrize(("name", "workers"), strategy_cases(ONE_OF_A_KIND, (2, 3)))
 def test_gpt_with_weight_decay_matches_one_worker(
     pool: WorkerPool, name: str, workers: int
 ) -> None:
@@ -202,7 +203,7 @@ def test_resumed_gpt_is_bit_identical(pool: WorkerPool, name: str, workers: int)
     assert_resumes(pool, name, workers, GptTask())
 
 
-@pytest.mark.parametrize(("name", "workers"), strategy_cases(ONE_WITHOUT_SERVERS, (2,)))
+@pytest.mark.parametrize(("name", "workers"), strategy_cases(ONE_OF_A_KIND, (2,)))
 def test_resumed_gpt_with_weight_decay_is_bit_identical(
     pool: WorkerPool, name: str, workers: int
 ) -> None:
@@ -223,9 +224,12 @@ def test_parameter_servers_resume_gpt_from_another_strategy(pool: WorkerPool) ->
     assert_matches_one_worker(pool, "parameter_server", 2, task)
 
 
-def test_parameter_servers_reject_weight_decay_of_some_weights(pool: WorkerPool) -> None:
-    with pytest.raises(ConfigError, match="use --weight-decay 0"):
-        run_ranks(pool, 1, train, "parameter_server", ADAMW)
+@pytest.mark.parametrize("servers", ["2", "3"])
+def test_several_parameter_servers_decay_the_same_weights(pool: WorkerPool, servers: str) -> None:
+    """Of three servers, one decays all of its weights, one some of them, and one none."""
+    task = replace(ADAMW, options=(("servers", servers),), vocabulary=1024, batches=(4,) * 5)
+    assert_matches_one_worker(pool, "parameter_server", 2, task)
+    assert_resumes(pool, "parameter_server", 2, task)
 
 
 # Complete runs

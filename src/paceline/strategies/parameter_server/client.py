@@ -28,8 +28,12 @@ from paceline.strategies.strategy import ACTIONS, Assignment, AssignmentRequest
 class _Server:
     """A worker's connection to one server, and its shard of the worker's memory."""
 
-    def __init__(self, connection: Connection, memory: WorkerMemory, is_shared: bool) -> None:
+    def __init__(
+        self, connection: Connection, memory: WorkerMemory, is_shared: bool, decayed: int
+    ) -> None:
         self.connection, self.weights = connection, memory.weights
+        self.decayed = decayed
+        """Elements of the shard that have weight decay; the rest has none."""
         self._shared_bytes = memory.weights.nbytes if is_shared else 0
         self._gradient_payload = [] if is_shared else [bytes_of(memory.gradients)]
         self._weights_payload = EMPTY if is_shared else bytes_of(memory.weights)
@@ -60,9 +64,10 @@ class ServerClient:
     """Sends requests to all servers at the same time; server 0 also assigns work."""
 
     def __init__(
-        self, connections: Sequence[Connection], elements: int, dtype: torch.dtype
+        self, connections: Sequence[Connection], elements: int, dtype: torch.dtype, decayed: int
     ) -> None:
-        """`elements` and `dtype` are those of the flat weights."""
+        """`elements` and `dtype` are those of the flat weights; the first `decayed` have decay."""
+        self._decayed = decayed
         is_shared = any(connection.is_same_node for connection in connections)
         with WorkerMemory.allocate(elements, dtype, is_shared) as (self.memory, name):
             self._servers = [
@@ -79,7 +84,8 @@ class ServerClient:
         payload = memoryview(name.encode() if connection.is_same_node else b"")
         connection.send(Request.ATTACH, elements, begin, end, dtype, payload=[payload])
         is_shared = bool(connection.receive().numbers[0])
-        return _Server(connection, self.memory.shard(begin, end), is_shared)
+        decayed = min(max(self._decayed - begin, 0), end - begin)
+        return _Server(connection, self.memory.shard(begin, end), is_shared, decayed)
 
     def bind(self, weights: Tensor, gradients: Tensor) -> None:
         """Use these flat tensors of the model: those of `memory`, or others, such as on a GPU."""
@@ -99,8 +105,9 @@ class ServerClient:
         if self._is_staged:
             self.memory.weights.copy_(self._weights)
         for server in self._servers:
+            payload = [bytes_of(server.weights)]
             server.connection.send(
-                Request.BEGIN, payload=[bytes_of(server.weights)], kind="parameters"
+                Request.BEGIN, server.decayed, payload=payload, kind="parameters"
             )
         self._receive_acknowledgments()
 

@@ -38,7 +38,7 @@ class Request(IntEnum):
     """(elements of the model, begin and end of the shard, index in `DTYPES`), name of the worker's
     shared memory or nothing -> (whether the server shares it)."""
     BEGIN = 2
-    """Initial weights -> acknowledgment."""
+    """(elements with weight decay, which come first), initial weights -> acknowledgment."""
     STEP = 3
     """(learning rate, norm to clip by or 0), gradient -> new weights, after all workers'
     requests."""

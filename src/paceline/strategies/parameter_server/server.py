@@ -35,37 +35,47 @@ READ, READ_WRITE = selectors.EVENT_READ, selectors.EVENT_READ | selectors.EVENT_
 class WeightShard:
     """The weights of one server and their optimizer."""
 
-    def __init__(self, weights: Tensor, make_optimizer: MakeOptimizer) -> None:
-        self._parameter = nn.Parameter(weights)
-        self._optimizer = make_optimizer(self._parameter)
+    def __init__(self, weights: Tensor, decayed: int, make_optimizer: MakeOptimizer) -> None:
+        """The first `decayed` elements have weight decay, the others none."""
+        self.weights = weights
+        sizes = [size for size in (decayed, len(weights) - decayed) if size] or [0]
+        self._sizes = sizes
+        self._parameters = [nn.Parameter(part) for part in weights.split(sizes)]
+        self._optimizer = make_optimizer(self._parameters[0])
+        for rest in self._parameters[1:]:
+            self._optimizer.add_param_group({"params": [rest]})
+        if decayed < len(weights):
+            self._optimizer.param_groups[-1]["weight_decay"] = 0.0
         self._step = FusedSgdStep(self._optimizer)
-        self.weights = self._parameter.detach()
         self.payload = bytes_of(self.weights)
         self.updates = 0
 
     def apply(self, gradient: Tensor, rate: float) -> None:
         """Update the weights once; may overwrite the gradient."""
-        self._parameter.grad = gradient
+        for parameter, part in zip(self._parameters, gradient.split(self._sizes), strict=True):
+            parameter.grad = part
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._step()
         self.updates += 1
 
     def state(self) -> State:
-        values = self._optimizer.state.get(self._parameter, {})
-        return {
-            name: float(value) if isinstance(value, Tensor) and value.dim() == 0 else value
-            for name, value in values.items()
-        }
+        """Return the state of all elements; tensors of both parts are joined."""
+        parts = [self._optimizer.state.get(parameter, {}) for parameter in self._parameters]
+        return {name: _join([part[name] for part in parts]) for name in parts[0]}
 
     def load_state(self, state: State) -> None:
-        values = {
-            name: torch.tensor(value) if isinstance(value, float) else value
-            for name, value in state.items()
-        }
+        parts: dict[int, dict[str, Tensor | None]] = {}
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                values: Sequence[Tensor | None] = value.split(self._sizes)
+            else:
+                scalar = None if value is None else torch.tensor(value)
+                values = [None if scalar is None else scalar.clone() for _ in self._sizes]
+            for index, part in enumerate(values):
+                parts.setdefault(index, {})[name] = part
         settings = self._optimizer.state_dict()["param_groups"]
-        own = {0: values} if values else {}
-        self._optimizer.load_state_dict({"state": own, "param_groups": settings})
+        self._optimizer.load_state_dict({"state": parts, "param_groups": settings})
 
 
 class Worker:
@@ -242,11 +252,11 @@ class Server:
         name = worker.take_payload().decode()
         self._reply(worker, worker.attach(name, elements, begin, end, DTYPES[dtype]))
 
-    def _begin(self, worker: Worker, _: tuple[float, ...]) -> None:
+    def _begin(self, worker: Worker, numbers: tuple[float, ...]) -> None:
         weights = torch.empty_like(worker.weights)
         bytes_of(weights)[:] = worker.take_payload()
         if self._shard is None:
-            self._shard = WeightShard(weights, self._make_optimizer)
+            self._shard = WeightShard(weights, int(numbers[0]), self._make_optimizer)
         else:
             self._shard.weights.copy_(weights)
         self._reply(worker)
@@ -355,6 +365,16 @@ class Server:
 
     def _finish(self, worker: Worker, _: tuple[float, ...]) -> None:
         worker.is_finished = True
+
+
+def _join(values: Sequence[Tensor | float | None]) -> Tensor | float | None:
+    """Join one entry of the optimizer state of all parts of a shard."""
+    first = values[0]
+    if not isinstance(first, Tensor):
+        return first
+    if first.dim() == 0:
+        return float(first)
+    return torch.cat([value for value in values if isinstance(value, Tensor)])
 
 
 def _sum_of_squares(gradient: Tensor) -> float:

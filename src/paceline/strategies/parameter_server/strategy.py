@@ -103,13 +103,14 @@ class ParameterServer(ServerStrategy):
     def setup(self, replica: Replica) -> None:
         _check(replica)
         super().setup(replica)
-        elements = sum(weight.numel() for weight in replica.trainable)
-        first = replica.trainable[0]
-        self._servers = ServerClient(replica.servers, elements, first.dtype)
+        weights, decayed = _decayed_first(replica)
+        elements = sum(weight.numel() for weight in weights)
+        first = weights[0]
+        self._servers = ServerClient(replica.servers, elements, first.dtype, decayed)
         memory, is_cpu = self._servers.memory, first.device.type == "cpu"
-        self._weights = FlatBuffer(replica.trainable, memory=memory.weights if is_cpu else None)
+        self._weights = FlatBuffer(weights, memory=memory.weights if is_cpu else None)
         self._weights.hold_weights()
-        self._gradients = FlatBuffer(replica.trainable, memory=memory.gradients if is_cpu else None)
+        self._gradients = FlatBuffer(weights, memory=memory.gradients if is_cpu else None)
         self._gradients.hold_gradients()
         self._servers.bind(self._weights.tensor, self._gradients.tensor)
         replica.flat_gradients = self._gradients.tensor
@@ -214,8 +215,8 @@ class ServerCheckpointState(CheckpointState):
         self._servers = servers
         ordered = optimizer_weights(replica.optimizer)
         positions = {id(weight): index for index, weight in enumerate(ordered)}
-        self._indices = [positions[id(weight)] for weight in replica.trainable]
-        """Positions of the weights in the optimizer, whose groups have another order."""
+        self._indices = [positions[id(weight)] for weight in weights.weights]
+        """Positions of the weights in the optimizer, whose groups may have another order."""
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         state = super().optimizer_state_dict()
@@ -269,11 +270,22 @@ def _check(replica: Replica) -> None:
     kinds = {weight.dtype for weight in replica.trainable}
     if len(kinds) > 1 or not kinds <= set(DTYPES):
         problems.append("--strategy parameter_server: requires weights of one floating-point dtype")
-    groups = replica.optimizer.param_groups
-    if any(group["weight_decay"] != groups[0]["weight_decay"] for group in groups):
-        problems.append(
-            "--weight-decay: strategy parameter_server updates all weights in the same way, but the"
-            " model excludes some of them from weight decay; use --weight-decay 0"
-        )
     if problems:
         raise ConfigError(problems)
+
+
+def _decayed_first(replica: Replica) -> tuple[list[nn.Parameter], int]:
+    """Return the trained weights, those without weight decay last, and the elements before them.
+
+    A server then has at most one border between the two in its shard.
+    """
+    groups = replica.optimizer.param_groups
+    decayed = {
+        id(weight) for group in groups if group["weight_decay"] for weight in group["params"]
+    }
+    if not decayed:
+        # No weight has any, and the order is that of the model.
+        return replica.trainable, sum(weight.numel() for weight in replica.trainable)
+    first = [weight for weight in replica.trainable if id(weight) in decayed]
+    last = [weight for weight in replica.trainable if id(weight) not in decayed]
+    return [*first, *last], sum(weight.numel() for weight in first)
