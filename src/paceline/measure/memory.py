@@ -19,6 +19,7 @@ POINTS = ("forward", "backward", "update")
 """Ends of a part of a step, at which a worker is sampled."""
 SAMPLED_STEPS = 3
 """The first has no optimizer state yet; from the second on, steps are alike."""
+PROBE_BYTES = 2**22
 SMAPS = Path("/proc/self/smaps_rollup")
 
 
@@ -105,9 +106,11 @@ def allocated_bytes() -> int | None:
     Takes 0.1 ms, because it visits the free blocks.
     """
     mallinfo = _mallinfo()
-    if mallinfo is None:
-        return None
-    found = mallinfo()
+    return None if mallinfo is None else _total_bytes(mallinfo())
+
+
+def _total_bytes(found: _Mallinfo) -> int:
+    """In heaps, plus in blocks of their own."""
     return int(found.uordblks + found.hblkhd)
 
 
@@ -120,7 +123,10 @@ def _mallinfo() -> Callable[[], _Mallinfo] | None:
     except (OSError, AttributeError):
         return None
     function.restype = _Mallinfo
-    return function
+    before = _total_bytes(function())
+    held = bytearray(PROBE_BYTES)
+    # Another allocator, such as a preloaded jemalloc, is not counted.
+    return function if _total_bytes(function()) - before > len(held) // 2 else None
 
 
 def shared_bytes(smaps: Path = SMAPS) -> int:
