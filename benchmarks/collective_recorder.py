@@ -27,6 +27,7 @@ CALLS, ROUNDS, RANKS = 50, 20, 2
 class MainThread:
     def __init__(self) -> None:
         self.clock = PhaseClock()
+        self.recorder_seconds = 0.0
         self._thread = threading.get_ident()
 
     def is_in_thread(self) -> bool:

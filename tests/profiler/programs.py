@@ -37,6 +37,7 @@ class MeasuredThread:
 
     def __init__(self) -> None:
         self.clock = PhaseClock()
+        self.recorder_seconds = 0.0
         self._thread = threading.get_ident()
 
     def is_in_thread(self) -> bool:

@@ -86,8 +86,11 @@ class BackwardPasses:
             return
         now, last = perf_counter(), 0.0
         for position, future in known.collectives:
-            # DDP may go on before the callback that notes the end.
-            ended = log.ended(position) or (now if future.done() else 0.0)
+            ended = log.ended(position)
+            if not ended and future.done():
+                # DDP may go on before the callback that notes the end.
+                ended = now
+                log.end(position, now)
             # The program waited for the others itself, or did not wait.
             if ended > known.computed and not log.has_flag(position, EXPOSED):
                 log.block(position, known.computed, ended)

@@ -15,6 +15,9 @@ from paceline.profiler.hooks import Guard
 class Program(Protocol):
     """The thread that a clock measures."""
 
+    recorder_seconds: float
+    """What recording collectives took the program."""
+
     @property
     def clock(self) -> PhaseClock: ...
 

@@ -52,6 +52,10 @@ BLOCKING_FUNCTIONS: tuple[tuple[Any, str], ...] = (
 )
 """C++ functions that issue collectives and wait for them."""
 
+DISPATCH_SECONDS = 10e-6
+"""Estimate of what a kernel in Python costs before and after it runs
+(benchmarks/collective_recorder.py)."""
+
 PEERS = ("root_rank", "dst", "src")
 """Names of the operators' arguments."""
 
@@ -127,8 +131,9 @@ class CollectiveRecorder:
         self._libraries.clear()
         if self.log is not None:
             wait_until_idle()
-            self.log.close()
-            self.log = None
+            # Later callbacks see that it is closed.
+            log, self.log = self.log, None
+            log.close()
         self.pending.clear()
         self._on_gpu.clear()
 
@@ -149,6 +154,7 @@ class CollectiveRecorder:
         blocks = operation.blocks
 
         inside, blocked = self.python_groups.inside, self.blocked
+        program = blocked.program
 
         def is_async(args: tuple[Any, ...]) -> bool:
             # Arguments at the end that have their default value are omitted.
@@ -171,16 +177,19 @@ class CollectiveRecorder:
             if position is None:
                 return redispatch(keyset & _BELOW, *args, **kwargs)
             before = blocked.enter() if blocks else None
+            began = perf_counter()
             try:
                 result = redispatch(keyset & _BELOW, *args, **kwargs)
             except BaseException:
                 self.failed(position)
                 raise
             finally:
+                ended = perf_counter()
                 if blocks:
                     self.leave(before, position, arrival)
             if not blocks:
                 launched(result, args, position)
+            program.recorder_seconds += began - arrival + perf_counter() - ended + DISPATCH_SECONDS
             return result
 
         self._implement("c10d", operation.op, kernel)
@@ -280,7 +289,7 @@ class CollectiveRecorder:
         assert log is not None
 
         def ended(_: Any) -> None:
-            if self.log is log:
+            if self.log is log and not log.ended(position):
                 log.end(position, perf_counter())
             pending.pop(key, None)
 

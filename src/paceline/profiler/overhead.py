@@ -26,9 +26,8 @@ class HookCosts(NamedTuple):
 
     def seconds(self, tracker: StepTracker) -> float:
         """Estimate the time that all hooks so far took the script."""
-        return (
-            tracker.clock.switches * self.change_seconds + tracker.module_calls * self.call_seconds
-        )
+        changes = tracker.clock.switches * self.change_seconds
+        return changes + tracker.module_calls * self.call_seconds + tracker.recorder_seconds
 
 
 class _Optimizer:

@@ -48,6 +48,8 @@ class StepTracker:
         """Steps of the clock that the first step consists of: one for each optimizer."""
         self.module_calls = 0
         """Estimate: each module of a model is called once."""
+        self.recorder_seconds = 0.0
+        """What recording collectives took the program."""
         self.samples = 0
         """In the batches of DataLoaders."""
         self.checkpoints = 0
