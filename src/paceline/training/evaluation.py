@@ -22,6 +22,9 @@ from paceline.training.loss import loss_of
 from paceline.training.metrics import Metrics
 from paceline.training.views import averaged_over_views
 
+MAX_LOGITS_BYTES = 1 << 30
+"""Of a batch of token sequences. With a large vocabulary, 1000 of them would not fit in memory."""
+
 
 class Evaluator:
     """Evaluates the weights that a strategy holds for evaluation."""
@@ -79,10 +82,17 @@ class Evaluator:
         return evaluation_pipeline_for(
             test,
             self._dataset.transform,
-            self._config.eval_batch_size,
+            self._batch_size(),
             device=self._device,
             channels_last=self._config.is_channels_last,
         )
+
+    def _batch_size(self) -> int:
+        samples, dataset = self._config.eval_batch_size, self._dataset
+        if not dataset.has_tokens:
+            return samples
+        logits_bytes = 4 * dataset.classes * dataset.test.targets[0].numel()
+        return max(1, min(samples, MAX_LOGITS_BYTES // logits_bytes))
 
     def _sum_up(self, pipeline: EvaluationPipeline, alone: bool) -> Tensor:
         """Return the sums of losses and metrics, and the number of samples, on the CPU."""
