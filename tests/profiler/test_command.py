@@ -105,6 +105,15 @@ def test_a_command_without_training_is_passed_through(
     assert result(tmp_path)["workers"] == []
 
 
+def test_a_rank_that_starts_again_replaces_its_records(tmp_path: Path, script: str) -> None:
+    both = f"{sys.executable} {script} --fail; {sys.executable} {script}"
+    assert profile(tmp_path, "sh", "-c", both) == 0
+    values = result(tmp_path)
+    assert values["iterations"] == 200
+    text = "the ranks started 2 times: the result is that of the last start"
+    assert values["warnings"] == [text]
+
+
 def test_a_missing_command_leaves_no_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

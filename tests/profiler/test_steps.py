@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -11,7 +12,30 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Optimizer
 
+from paceline.measure.phase_clock import CudaPhaseClock, PhaseClock
+from paceline.profiler import step_tracker
 from tests.support.profiled import loader, loss_of, model, profiled, train_step
+
+
+class HostMarks:
+    """Marks of a GPU that is always done."""
+
+    def __init__(self) -> None:
+        self.at = perf_counter()
+
+    def record(self, _: object) -> HostMarks:
+        return HostMarks()
+
+    record_in_graph = record_anchor = record
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end: HostMarks) -> float:
+        return 1000 * (end.at - self.at)
+
 
 STEP = ["input", "forward", "backward", "update"]
 
@@ -252,3 +276,24 @@ def test_input_of_worker_processes(tmp_path: Path) -> None:
             train_step(net, optimizer, *batch)
     assert measured.phases == [*STEP * 3, "input"]
     assert [file.name for file in tmp_path.glob("events*")] == ["events-0.jsonl"]
+
+
+def test_steps_and_phases_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def clock_for(_: torch.device, before: PhaseClock) -> PhaseClock:
+        return CudaPhaseClock(before, HostMarks())  # type: ignore[arg-type]
+
+    monkeypatch.setattr(step_tracker, "clock_for", clock_for)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    net = model()
+    optimizer = sgd(net)
+    with profiled(tmp_path) as measured:
+        monkeypatch.setattr(step_tracker.StepTracker, "_device_of", lambda *_: torch.device("cuda"))
+        for batch in loader(6):
+            train_step(net, optimizer, *batch)
+    record = measured.record
+    assert len(record.step_seconds) == 6
+    assert min(record.step_seconds) > 0
+    assert sum(record.step_seconds) <= record.wall_seconds
+    clock = measured.session.tracker.clock
+    assert isinstance(clock, CudaPhaseClock)
+    assert sum(clock.seconds.values()) == pytest.approx(clock.wall_seconds, rel=0.01)

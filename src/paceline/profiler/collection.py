@@ -40,6 +40,8 @@ class RankRecord:
     """Events of steps, in order."""
     events: list[Mapping[str, Any]] = field(default_factory=list)
     """All other events."""
+    starts: int = 1
+    """Processes of this rank, one after the other; the records are those of the last."""
 
     @property
     def rank(self) -> int:
@@ -110,7 +112,7 @@ def _read_rank(file: Path) -> RankRecord | None:
     record: RankRecord | None = None
     for event in read_lines(file):
         if event.get("event") == "start":
-            record = RankRecord(event)
+            record = RankRecord(event, starts=record.starts + 1 if record else 1)
         elif record is not None:
             is_block = event.get("event") == "iterations"
             (record.blocks if is_block else record.events).append(event)
@@ -204,6 +206,8 @@ def _warnings(folder: RunFolder, ranks: Sequence[RankRecord]) -> list[str]:
     events = [event for rank in ranks for event in rank.events if event["event"] == "warning"]
     events += read_lines(folder.path / WARNINGS_FILE)
     texts = list(dict.fromkeys(str(event["text"]) for event in events))
+    if (starts := max((rank.starts for rank in ranks), default=1)) > 1:
+        texts.append(f"the ranks started {starts} times: the result is that of the last start")
     if not ranks:
         texts.append(
             "no training step was measured: the command must train with an optimizer of torch,"

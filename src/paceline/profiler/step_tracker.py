@@ -57,6 +57,7 @@ class StepTracker:
         """Of the last backward pass."""
         self.learning_rate: float | None = None
         self._on_step = on_step
+        self._is_on_gpu = False
         self._modules: dict[int, int] = {}
         """Number of modules by the id of a model."""
         self._optimizers: WeakSet[Optimizer] = WeakSet()
@@ -82,7 +83,11 @@ class StepTracker:
         """Whether the model called last is in evaluation mode, but with gradients."""
 
     def is_in_thread(self) -> bool:
-        return get_ident() == self.thread
+        """Whether this is the thread that trains, and what it does can be timed."""
+        if get_ident() != self.thread:
+            return False
+        # The clock's marks must not become part of a CUDA graph.
+        return not (self._is_on_gpu and torch.cuda.is_current_stream_capturing())
 
     def _enter(self, phase: str) -> None:
         """Enter a phase of the step; it begins the step unless that has begun."""
@@ -199,10 +204,17 @@ class StepTracker:
         self._enter("update")
 
     def _use_device_of(self, optimizer: Optimizer) -> None:
+        device = self._device_of(optimizer)
+        if device.type == "cuda":
+            self._is_on_gpu = True
+            self.clock = clock_for(device, self.clock)
+            # Of the first step, it measures only the rest.
+            self.clock.begin_step("other")
+
+    @staticmethod
+    def _device_of(optimizer: Optimizer) -> torch.device:
         parameters = (each for group in optimizer.param_groups for each in group["params"])
-        parameter = next(parameters, None)
-        if parameter is not None:
-            self.clock = clock_for(parameter.device, self.clock)
+        return next((each.device for each in parameters), torch.device("cpu"))
 
     def end_update(self, optimizer: Optimizer) -> None:
         if id(optimizer) not in self._stepping:
