@@ -31,6 +31,8 @@ def evaluated(eval_batch_size: int) -> tuple[float, list[int]]:
             "data": "stories",
             "context": CONTEXT,
             "train_samples": 8,
+            "batch_size": 8,
+            "channels_last": "off",
             "test_samples": 10,
             "eval_batch_size": eval_batch_size,
         }
