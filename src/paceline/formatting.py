@@ -75,6 +75,20 @@ def format_duration(value: float | None) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
+def format_ranks(ranks: Sequence[int], noun: str = "rank") -> str:
+    """Format ascending ranks: `rank 2`, `ranks 0, 2`, `ranks 0-6, 8-15`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    text = ", ".join(
+        f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs
+    )
+    return f"{noun}{'' if len(ranks) == 1 else 's'} {text}"
+
+
 def spread(
     values: Sequence[float], text: Callable[[float], str], half_interval: float | None = None
 ) -> str:

@@ -15,7 +15,6 @@ from paceline.profiler.collective_log import (
     RankCollectives,
     read_logs,
 )
-from paceline.profiler.unfinished import find_unfinished
 from paceline.profiler.waiting import Intervals, overlapped_seconds, separate_waits, union
 
 Call = tuple[str, float, float, float, float]
@@ -202,18 +201,3 @@ def test_a_restarted_rank_has_a_log_of_its_own(tmp_path: Path) -> None:
         log.add(0, 0, 0, 0, 1, Counts(), -1, 1.0)
         log.close()
     assert [list(logs) for logs in read_logs(tmp_path)] == [[3], [3]]
-
-
-def test_the_rank_that_is_missing_is_named(tmp_path: Path) -> None:
-    done = ("barrier", 1.0, 2.0, 1.0, 2.0)
-    stuck = ("all_reduce", 3.0, 0.0, 0.0, 0.0)
-    (found,) = find_unfinished(logs_of(tmp_path, [done, stuck], [done], [done, stuck]))
-    assert str(found) == (
-        "ranks 0, 2 waited in all_reduce 1 of group 0 (64 bytes) for rank 1:"
-        " rank 1 called barrier 0 last"
-    )
-
-
-def test_collectives_that_all_ranks_reached_are_not_reported(tmp_path: Path) -> None:
-    calls = [("all_reduce", 3.0, 0.0, 0.0, 0.0)]
-    assert find_unfinished(logs_of(tmp_path, calls, calls)) == []

@@ -3,24 +3,40 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from paceline.errors import UsageError
 from paceline.records import Result, RunFolder
 
 SUMMARY = "measure an unchanged training script"
 
+HANG_SECONDS = 60.0
+"""Shorter than the timeouts of process groups, longer than most evaluations and checkpoints."""
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "paceline profile [--out DIR] [--name NAME] [--steps A:B] [--quiet] -- COMMAND"
+    parser.usage = (
+        "paceline profile [--out DIR] [--name NAME] [--steps A:B] [--hang-seconds SECONDS]"
+        " [--quiet] -- COMMAND"
+    )
     parser.add_argument("--out", default="runs", metavar="DIR", help="folder of all runs")
     parser.add_argument("--name", metavar="NAME", help="name of the run's folder")
     parser.add_argument(
         "--steps", default="", metavar="A:B", help="measure steps A to B-1, such as 20:120"
     )
     parser.add_argument("--quiet", action="store_true", help="print no summary at the end")
+    parser.add_argument(
+        "--hang-seconds",
+        type=_seconds,
+        default=HANG_SECONDS,
+        metavar="SECONDS",
+        help="say what the ranks do if none makes progress for this long; 0 for never"
+        f" (default: {HANG_SECONDS:g})",
+    )
     parser.add_argument(
         "command",
         nargs=argparse.REMAINDER,
@@ -38,7 +54,14 @@ def run(arguments: argparse.Namespace) -> int:
         )
     from paceline.profiler.command import profile
 
-    outcome = profile(command, Path(arguments.out), arguments.name, arguments.steps)
+    outcome = profile(
+        command,
+        Path(arguments.out),
+        arguments.name,
+        arguments.steps,
+        hang_seconds=arguments.hang_seconds,
+        on_report=_print_post_mortem,
+    )
     if not arguments.quiet:
         present(outcome.folder, outcome.result, sys.stderr)
     return outcome.exit_code
@@ -51,3 +74,19 @@ def present(folder: RunFolder, result: Result, file: TextIO) -> None:
 
     print_summary(folder, result, file)
     file.write(f"report      {write_report(folder.path).page}\n")
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise ValueError
+    return value
+
+
+def _print_post_mortem(report: Mapping[str, Any]) -> None:
+    """Also with --quiet: nobody else says it."""
+    from paceline.report.post_mortem_text import headline, lines
+
+    for line in (headline(report), *(f"  {line}" for line in lines(report))):
+        sys.stderr.write(f"paceline: {line}\n")
+    sys.stderr.flush()

@@ -42,6 +42,7 @@ from paceline.comm.background import CommunicationThread
 from paceline.comm.buffers import StagingBuffer
 from paceline.comm.work import CombinedWork, CompletedWork, Work
 from paceline.errors import PeerError
+from paceline.formatting import format_ranks
 from paceline.measure.traffic import CountedTransfer, Traffic
 
 DEFAULT_TIMEOUT_SECONDS = 300.0
@@ -254,20 +255,6 @@ class OperationContext:
 def timeout_message(seconds: float) -> str:
     """Return the error text for a peer that timed out; PyTorch's own tests look for "timeout"."""
     return f"no response within the timeout of {seconds:g} s"
-
-
-def format_ranks(ranks: Sequence[int], noun: str = "rank") -> str:
-    """Format ascending ranks: `rank 2`, `ranks 0, 2`, `ranks 0-6, 8-15`."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    text = ", ".join(
-        f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs
-    )
-    return f"{noun}{'' if len(ranks) == 1 else 's'} {text}"
 
 
 def broadcast_counts(tensor: Tensor, rank: int, world_size: int, root: int) -> dict[str, int]:

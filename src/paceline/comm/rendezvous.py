@@ -21,8 +21,8 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch exports o
     TCPStore,
 )
 
-from paceline.comm.communicator import format_ranks
 from paceline.errors import RunError, UsageError
+from paceline.formatting import format_ranks
 
 POLL_SECONDS = 0.02
 

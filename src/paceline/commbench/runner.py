@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm import hierarchical
-from paceline.comm.communicator import Communicator, format_ranks
+from paceline.comm.communicator import Communicator
 from paceline.comm.objects import all_gather_scalars, broadcast_json
 from paceline.comm.rank_info import RankInfo
 from paceline.commbench import operations
@@ -30,6 +30,7 @@ from paceline.commbench.record import RECORD_FILE, Limit, Record, link_limit, ma
 from paceline.commbench.spec import BenchmarkSpec, Case, check_workers, size_text
 from paceline.emulation.state import cluster_record
 from paceline.errors import PacelineError, RunError, UsageError, error_line
+from paceline.formatting import format_ranks
 from paceline.launch import environment
 from paceline.launch.consistency import run_collectively
 from paceline.launch.worker import connect_workers, has_own_gpu

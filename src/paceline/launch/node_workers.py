@@ -9,10 +9,10 @@ from pathlib import Path
 from signal import Signals
 from typing import Self
 
-from paceline.comm.communicator import format_ranks
 from paceline.comm.rank_info import RankInfo
 from paceline.config import RunConfig
 from paceline.errors import RunError, StoppedError
+from paceline.formatting import format_ranks
 from paceline.launch.fork_server import ForkServer
 from paceline.launch.processes import GRACE_SECONDS, LocalProcesses
 from paceline.launch.record_collection import read_reports

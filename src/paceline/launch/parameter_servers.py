@@ -17,12 +17,13 @@ from pathlib import Path
 
 from torch.distributed import DistError
 
-from paceline.comm.communicator import format_ranks, timeout_message
+from paceline.comm.communicator import timeout_message
 from paceline.comm.connection import Address, Connection, Listener
 from paceline.comm.rank_info import RankInfo
 from paceline.comm.rendezvous import Rendezvous
 from paceline.config import RunConfig, from_record
 from paceline.errors import PeerError, RunError, error_line
+from paceline.formatting import format_ranks
 from paceline.launch import environment
 from paceline.launch.processes import LocalProcesses
 from paceline.launch.signals import SIGNALS

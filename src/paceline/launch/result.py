@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from paceline.comm.communicator import format_ranks
 from paceline.config import RunConfig, RunSettings
 from paceline.emulation.state import cluster_record
 from paceline.errors import RunError, UsageError
+from paceline.formatting import format_ranks
 from paceline.launch.messages import MalformedError, clean
 from paceline.launch.termination import Termination, root_cause
 from paceline.measure.machine import cores_usable, hardware, software

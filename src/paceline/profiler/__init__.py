@@ -14,6 +14,9 @@ Modules in reading order:
 - `collective_log`: the file with one rank's collectives
 - `waiting`: waiting for slower ranks, from the collectives of all ranks
 - `communication`: what the collectives add to result.json
+- `process_facts`: what a process is, how it ended, and its stacks
+- `watchdog`: notices ranks that end or make no progress
+- `post_mortem`: what each rank does then
 - `collection`: result.json from the event files of all ranks
 """
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import RunSettings
+from paceline.formatting import format_ranks
 from paceline.measure.machine import cores_usable, hardware, software
 from paceline.measure.resources import summarize
 from paceline.profiler import WARNINGS_FILE
@@ -26,6 +27,9 @@ from paceline.records import (
     read_lines,
     summarize_iterations,
 )
+
+TRANSIENT = ("process-*.jsonl", "stacks-*.txt", "post-mortem.json")
+"""Files that are part of the result, or that matter only while the processes run."""
 
 LOSSES_IN_MEAN = 100
 """`final.train_loss` is the mean over this many of the last steps, as in `paceline train`."""
@@ -125,15 +129,19 @@ def write_result(
     status: str,
     cause: str | None,
     warnings: Iterable[str] = (),
+    post_mortem: Sequence[Mapping[str, Any]] = (),
 ) -> Result:
     """Write result.json and return its contents."""
     ranks = read_ranks(folder)
     communication = read_communication(folder)
     result = assemble(folder, settings, ranks, communication, status, cause)
-    found = communication.warnings(is_finished=status == "finished")
-    result["warnings"] = [*warnings, *_warnings(folder, ranks), *found]
+    result["warnings"] = [*warnings, *_warnings(folder, ranks), *communication.warnings()]
+    if post_mortem:
+        result["post_mortem"] = list(post_mortem)
     folder.write_result(result)
-    (folder.path / WARNINGS_FILE).unlink(missing_ok=True)
+    for pattern in (WARNINGS_FILE, *TRANSIENT):
+        for path in folder.path.glob(pattern):
+            path.unlink(missing_ok=True)
     return result
 
 
@@ -217,8 +225,5 @@ def _warnings(folder: RunFolder, ranks: Sequence[RankRecord]) -> list[str]:
     world_size = ranks[0].start["workers"] if ranks else 0
     missing = [rank for rank in range(world_size) if rank not in known]
     if missing:
-        # Imports torch, which takes seconds.
-        from paceline.comm.communicator import format_ranks
-
         texts.append(f"no records from {format_ranks(missing)}: totals do not include them")
     return texts

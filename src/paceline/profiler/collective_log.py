@@ -231,6 +231,7 @@ class RankCollectives:
     groups: list[GroupInfo] = field(default_factory=list)
     ddp: list[dict[str, Any]] = field(default_factory=list)
     """The last description of each DDP model."""
+    process: int = 0
     wall_offset: float = 0.0
     """Seconds to add to `perf_counter` to get the time of day."""
 
@@ -266,7 +267,7 @@ def read_log(path: Path, rank: int, attempt: int = 0) -> RankCollectives:
     for line in read_lines(path.with_suffix(".jsonl")):
         match line.get("event"):
             case "process":
-                log.machine = line["machine"]
+                log.machine, log.process = line["machine"], line["process"]
                 log.wall_offset = line["time"] - line["perf_counter"]
             case "group":
                 log.groups.append(

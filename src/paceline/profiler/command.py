@@ -20,9 +20,11 @@ from paceline.measure.sampler import ResourceSampler
 from paceline.profiler import FOLDER_VARIABLE, STEPS_VARIABLE
 from paceline.profiler.collection import write_result
 from paceline.profiler.step_window import StepWindow
+from paceline.profiler.watchdog import OnReport, Watchdog
 from paceline.records import Result, RunFolder, default_name
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 NOT_FOUND, NOT_EXECUTABLE = 127, 126
 """Exit codes of a shell."""
 
@@ -33,8 +35,18 @@ class Outcome(NamedTuple):
     exit_code: int
 
 
-def profile(command: Sequence[str], out: Path, name: str | None, steps: str = "") -> Outcome:
-    """Run a command and return what its training processes measured."""
+def profile(
+    command: Sequence[str],
+    out: Path,
+    name: str | None,
+    steps: str = "",
+    hang_seconds: float = 0.0,
+    on_report: OnReport = lambda report: None,
+) -> Outcome:
+    """Run a command and return what its training processes measured.
+
+    `on_report` is called with each post-mortem, from another thread.
+    """
     StepWindow.parse(steps)
     values = {"command": list(command), **({"steps": steps} if steps else {})}
     settings = RunSettings("profile", values)
@@ -42,11 +54,15 @@ def profile(command: Sequence[str], out: Path, name: str | None, steps: str = ""
     path = out / (name or default_name(out, Path(script.split()[0]).stem, "profile"))
     folder = RunFolder.create_at(path, settings)
     with folder.locked():
-        running = _RunningCommand(command, folder, steps)
+        watchdog = Watchdog(folder, hang_seconds, on_report)
+        running = _RunningCommand(command, folder, steps, watchdog)
+        watchdog.start()
         exit_code = running.wait()
         warning = running.sampler.stop()
+        reports = watchdog.stop()
         status, cause = describe_end(command[0], exit_code, running.received)
-        result = write_result(folder, settings, status, cause, [warning] if warning else [])
+        warnings = [warning] if warning else []
+        result = write_result(folder, settings, status, cause, warnings, reports)
     return Outcome(folder, result, exit_code if exit_code >= 0 else 128 - exit_code)
 
 
@@ -73,8 +89,11 @@ def _signal_name(number: int) -> str:
 class _RunningCommand:
     """A command with the signals that are passed on to it."""
 
-    def __init__(self, command: Sequence[str], folder: RunFolder, steps: str) -> None:
+    def __init__(
+        self, command: Sequence[str], folder: RunFolder, steps: str, watchdog: Watchdog
+    ) -> None:
         self.received: list[signal.Signals] = []
+        self._watchdog = watchdog
         # Blocked signals wait until `wait` takes them, with their senders.
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*PASSED_ON, signal.SIGCHLD))
         environment = {**os.environ, FOLDER_VARIABLE: str(folder.path.resolve())}
@@ -110,6 +129,8 @@ class _RunningCommand:
         self.received.append(number)
         is_of_terminal = info.si_code > 0
         if not is_of_terminal:
+            if number in ENDING:
+                self._watchdog.before_stop()
             self._process.send_signal(number)
 
     def _restore_signals(self) -> None:

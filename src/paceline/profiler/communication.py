@@ -16,7 +16,6 @@ from paceline.profiler.collective_log import (
     Records,
     read_logs,
 )
-from paceline.profiler.unfinished import Unfinished, find_unfinished
 from paceline.profiler.waiting import (
     Intervals,
     Mismatch,
@@ -83,11 +82,10 @@ def _move_waits(phases: dict[str, float], waited: Intervals, began: float, ended
 class Communication:
     ranks: dict[int, RankCommunication]
     mismatches: list[Mismatch]
-    unfinished: list[Unfinished]
 
-    def warnings(self, *, is_finished: bool) -> list[str]:
-        """What ranks disagreed on; of a script that did not finish also what they waited in."""
-        texts = [] if is_finished else [str(each) for each in self.unfinished]
+    def warnings(self) -> list[str]:
+        """What ranks disagreed on."""
+        texts = []
         for mismatch in self.mismatches[:MISMATCHES_SHOWN]:
             calls = ", ".join(
                 f"rank {rank} {name} of {size} bytes"
@@ -107,7 +105,7 @@ def read_communication(folder: RunFolder) -> Communication:
     *_, logs = {}, *read_logs(folder.path)
     waits = separate_waits(logs)
     ranks = {rank: RankCommunication(log, waits) for rank, log in logs.items()}
-    return Communication(ranks, waits.mismatches, find_unfinished(logs))
+    return Communication(ranks, waits.mismatches)
 
 
 def traffic(records: Records) -> dict[str, dict[str, float]]:

@@ -18,6 +18,7 @@ from paceline.errors import error_line
 from paceline.profiler import WARNINGS_FILE
 from paceline.profiler.hooks import Hooks
 from paceline.profiler.overhead import measure_hook_costs
+from paceline.profiler.process_facts import ProcessFacts
 from paceline.profiler.rank_log import RankLog
 from paceline.profiler.step_tracker import StepTracker
 from paceline.profiler.step_window import StepWindow
@@ -39,9 +40,11 @@ class Session:
         )
         self.tracker = StepTracker(self._end_step)
         self._hooks = Hooks()
+        self._facts: ProcessFacts | None = None
         self._collectives: CollectiveRecorder | None = None
 
     def start(self) -> None:
+        self._facts = self.guard(ProcessFacts)(self.folder)
         self._hooks.install(self.tracker, self.guard)
         if torch.distributed.is_available():
             from paceline.profiler.collectives import CollectiveRecorder
@@ -85,6 +88,8 @@ class Session:
         # A forked process inherits the session of its parent.
         if os.getpid() == self._process:
             self._stop()
+            if self._facts is not None:
+                self._facts.close()
             self.remove()
 
     def continue_in_child(self) -> None:
@@ -97,6 +102,7 @@ class Session:
             self._is_open = False
         else:
             self._process = os.getpid()
+            self._facts = self.guard(ProcessFacts)(self.folder)
 
     def _stop(self) -> None:
         if self._is_open:

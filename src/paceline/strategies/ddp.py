@@ -18,12 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from paceline.comm.background import CommunicationThread
-from paceline.comm.communicator import Communicator, format_ranks
+from paceline.comm.communicator import Communicator
 from paceline.comm.shared_gpu import SharedGpuCommunicator
 from paceline.comm.torch_distributed import TorchCommunicator
 from paceline.config import RunConfig
 from paceline.config.conversion import check_option
 from paceline.errors import ConfigError, PeerError, RunError
+from paceline.formatting import format_ranks
 from paceline.measure.timeline import Interval, Moment, timeline_of
 from paceline.strategies.exchange_meter import ExchangeMeter
 from paceline.strategies.gradient_averaging import KIND, GradientAveraging

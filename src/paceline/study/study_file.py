@@ -15,6 +15,7 @@ from paceline.study.yaml_nodes import Diagnostics, YamlNode
 
 SECTION_NAMES = (
     "verdict",
+    "post_mortem",
     "overview",
     "target",
     "winners",

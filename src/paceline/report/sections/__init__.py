@@ -8,13 +8,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.report.document import Section
-from paceline.report.sections import hardware, learning, overview, scaling, step_cost, timing
+from paceline.report.sections import (
+    hardware,
+    learning,
+    overview,
+    post_mortem,
+    scaling,
+    step_cost,
+    timing,
+)
 from paceline.report.sections.common import SECTIONS, SectionContext
 from paceline.study.study_file import SECTION_NAMES
 
 __all__ = ["MODULES", "SECTIONS", "VERDICT", "build_sections", "section_names", "select", "unknown"]
 
-MODULES = (overview, learning, step_cost, timing, scaling, hardware)
+MODULES = (post_mortem, overview, learning, step_cost, timing, scaling, hardware)
 """Importing a module registers its sections."""
 
 VERDICT = "verdict"

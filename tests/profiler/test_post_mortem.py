@@ -1,0 +1,240 @@
+"""Post-mortems: what each rank does when training stops."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.analysis.collection import collect
+from paceline.profiler.collective_log import OPERATIONS, RECORD, GroupInfo, RankCollectives
+from paceline.profiler.post_mortem import find_mismatches, find_pending, last_progress
+from paceline.profiler.process_facts import Frame, parse_stacks
+from paceline.report.build import build_report
+from paceline.report.post_mortem_text import headline, lines
+
+WORLD = GroupInfo("world", 0, (0, 1, 2), "gloo")
+PAIR = GroupInfo("pair", 0, (1, 2), "gloo")
+
+Call = tuple[int, str, int, float]
+"""Index of the group, operation, bytes, and time of the end (0: it has not ended)."""
+
+
+def log(
+    rank: int, calls: Sequence[Call], groups: Sequence[GroupInfo] = (WORLD,)
+) -> RankCollectives:
+    records = np.zeros(len(calls), RECORD)
+    numbers: dict[int, int] = {}
+    for index, (group, operation, size, end) in enumerate(calls):
+        sequence = numbers.setdefault(group, 0)
+        numbers[group] += 1
+        records[index]["group"], records[index]["sequence"] = group, sequence
+        records[index]["operation"] = OPERATIONS.index(operation)
+        records[index]["bytes"], records[index]["peer"] = size, -1
+        records[index]["arrival"], records[index]["end"] = 1.0 + index, end
+    return RankCollectives(rank, 0, "machine", records, list(groups), wall_offset=1000.0)
+
+
+def test_a_rank_waits_for_those_that_have_not_called_its_collective() -> None:
+    done, open_ = (0, "all_reduce", 40, 1.5), (0, "all_reduce", 80, 0.0)
+    logs = {0: log(0, [done, open_]), 1: log(1, [done]), 2: log(2, [done, open_])}
+    pending = find_pending(logs, now=1010.0)
+    assert sorted(pending) == [0, 2]
+    assert pending[0].operation == "all_reduce"
+    assert (pending[0].group, pending[0].sequence, pending[0].bytes) == ("world", 1, 80)
+    assert pending[0].missing == (1,)
+    assert pending[0].seconds == pytest.approx(8.0)
+    assert find_mismatches(logs) == []
+    assert last_progress(list(logs.values())) == pytest.approx(1002.0)
+
+
+def test_a_rank_without_any_call_is_missing() -> None:
+    logs = {0: log(0, [(0, "broadcast", 8, 0.0)]), 1: log(1, [], [])}
+    assert find_pending(logs, 1010.0)[0].missing == (1, 2)
+
+
+def test_groups_in_a_different_order_wait_for_each_other() -> None:
+    waits_in_world = log(1, [(0, "all_reduce", 8, 0.0)], [WORLD, PAIR])
+    waits_in_pair = log(2, [(1, "all_reduce", 8, 0.0)], [WORLD, PAIR])
+    pending = find_pending({1: waits_in_world, 2: waits_in_pair}, 1010.0)
+    assert pending[1].missing == (0, 2)
+    assert (pending[2].group, pending[2].missing) == ("pair", (1,))
+
+
+def test_different_calls_of_one_number_are_named() -> None:
+    same = (0, "all_reduce", 40, 1.5)
+    logs = {
+        0: log(0, [same, (0, "all_reduce", 40, 0.0)]),
+        1: log(1, [same, (0, "broadcast", 40, 0.0)]),
+        2: log(2, [same, (0, "all_reduce", 40, 0.0)]),
+    }
+    (mismatch,) = find_mismatches(logs)
+    assert mismatch.sequence == 1
+    assert [mismatch.calls[rank][0] for rank in range(3)] == [
+        "all_reduce",
+        "broadcast",
+        "all_reduce",
+    ]
+
+
+def test_stacks_are_read_by_thread_and_the_script_is_told_from_libraries() -> None:
+    text = textwrap.dedent("""\
+        Thread 0x00007f0000000010 (most recent call first):
+          File "/usr/lib/python3.11/threading.py", line 320 in wait
+        Current thread 0x00007f0000000020 (most recent call first):
+          File "/usr/lib/python3.11/site-packages/torch/optim/sgd.py", line 7 in step
+          File "/home/me/train.py", line 12 in main
+          File "/home/me/train.py", line 20 in <module>
+        """)
+    stack = parse_stacks(text)[0x00007F0000000020]
+    assert stack[1] == Frame("/home/me/train.py", 12, "main")
+    assert [frame.is_script for frame in stack] == [False, True, True]
+
+
+SCRIPT = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+
+fault = sys.argv[1]
+dist.init_process_group("gloo")
+is_faulty = dist.get_rank() == 1
+model = torch.nn.Linear(10, 10)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def stall():
+    time.sleep(1000)
+
+for step in range(6):
+    model(torch.randn(4, 10)).sum().backward()
+    for parameter in model.parameters():
+        if fault == "broadcast" and is_faulty and step == 4:
+            dist.broadcast(parameter.grad, 1)
+        else:
+            dist.all_reduce(parameter.grad)
+    optimizer.step()
+    optimizer.zero_grad()
+    if is_faulty and step == 4:
+        if fault == "stall":
+            stall()
+        elif fault == "raise":
+            raise ValueError("a bad sample")
+        elif fault == "kill":
+            os.kill(os.getpid(), 9)
+"""
+
+PATIENCE_SECONDS = 90
+
+
+@contextlib.contextmanager
+def profiled(folder: Path, fault: str) -> Iterator[subprocess.Popen[str]]:
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    paceline = [sys.executable, "-m", "paceline", "profile", "--quiet", "--hang-seconds", "4"]
+    options = ["--out", str(folder), "--name", "run"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    process = subprocess.Popen(
+        [*paceline, *options, "--", *launcher, "--nproc-per-node", "2", str(script), fault],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.communicate(timeout=PATIENCE_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+
+
+def wait_for_report(folder: Path) -> dict[str, Any]:
+    file = folder / "run" / "post-mortem.json"
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not file.exists():
+        assert time.monotonic() < deadline, "no post-mortem"
+        time.sleep(0.05)
+    report: dict[str, Any] = json.loads(file.read_text())["reports"][0]
+    return report
+
+
+def read_result(folder: Path) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads((folder / "run" / "result.json").read_text())
+    return values
+
+
+def test_a_stalled_rank_is_named_with_its_line(tmp_path: Path) -> None:
+    with profiled(tmp_path, "stall"):
+        report = wait_for_report(tmp_path)
+    waiting, stalled = report["ranks"]
+    assert report["event"] == "hang"
+    assert report["seconds"] >= 4
+    assert waiting["collective"]["operation"] == "all_reduce"
+    # Two parameters per step, and DDP is not used: numbers 0 to 9 are those of the first 5 steps.
+    assert waiting["collective"]["sequence"] == 10
+    assert waiting["collective"]["bytes"] == 400
+    assert waiting["collective"]["missing_ranks"] == [1]
+    assert waiting["line"].startswith("train.py:")
+    assert stalled["collective"] is None
+    assert stalled["line"].endswith(" in stall")
+    text = [headline(report), *lines(report)]
+    assert text[1].startswith("rank 1 runs, at train.py:")
+    assert text[2].startswith(
+        "rank 0 waits for rank 1 in all_reduce of 400 B (number 10 of group 0) for"
+    )
+    # The job was ended, and the page says the same.
+    result = read_result(tmp_path)
+    assert result["status"] == "stopped"
+    assert result["post_mortem"] == [report]
+    assert not list((tmp_path / "run").glob("stacks-*"))
+    document, _ = build_report(collect(tmp_path / "run"))
+    assert document.chapters[0].sections[0].title == "Why training stopped"
+
+
+def test_different_collectives_are_named_while_ranks_wait(tmp_path: Path) -> None:
+    with profiled(tmp_path, "broadcast"):
+        report = wait_for_report(tmp_path)
+    (mismatch,) = report["mismatches"]
+    assert mismatch["sequence"] == 8
+    assert [call["operation"] for call in mismatch["calls"]] == ["all_reduce", "broadcast"]
+    assert next(lines(report)) == (
+        "The ranks call different collectives as number 8 of group 0: rank 0 all_reduce of 400 B,"
+        " rank 1 broadcast of 400 B with root 1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [("raise", "ValueError: a bad sample"), ("kill", "killed by SIGKILL")],
+)
+def test_the_rank_that_fails_first_is_named(tmp_path: Path, fault: str, text: str) -> None:
+    with profiled(tmp_path, fault) as process:
+        process.wait(timeout=PATIENCE_SECONDS)
+    result = read_result(tmp_path)
+    (report,) = result["post_mortem"]
+    assert (result["status"], report["event"]) == ("failed", "death")
+    assert report["first_rank"] == 1
+    assert headline(report) == f"Rank 1 failed first: {text}."
+
+
+def test_a_report_survives_the_profiler(tmp_path: Path) -> None:
+    with profiled(tmp_path, "stall") as process:
+        report = wait_for_report(tmp_path)
+        ranks = [state["process"] for state in report["ranks"]]
+        process.kill()
+        process.wait()
+        for rank in ranks:
+            os.kill(rank, signal.SIGKILL)
+    assert json.loads((tmp_path / "run" / "post-mortem.json").read_text())["reports"] == [report]
