@@ -36,8 +36,9 @@ MAX_PENDING_MARKS = 4096
 ANCHOR_SECONDS = 0.1
 """Interval at which the clocks of GPU and program are compared; they drift by about 2 us in it."""
 
-MarkEvent = Literal["begin", "end", "exposed"] | None
-"""What a mark is besides a phase change; "exposed" is the end of exposed communication."""
+MarkEvent = Literal["begin", "end", "next", "exposed"] | None
+"""What a mark is besides a phase change: begin or end of a step, or both; "exposed" is the end of
+exposed communication."""
 
 
 @dataclass(slots=True)
@@ -178,6 +179,12 @@ class PhaseClock:
         self._step_seconds.append(now - self._step_began)
         if self._active_log is not None:
             self._active_log.steps.append(Span("step", self._step_began, now))
+        return now
+
+    def next_step(self, phase: str) -> float:
+        """Enter `phase`, end the step and begin the next one."""
+        now = self.end_step(phase)
+        self._step_began = now
         return now
 
     def take_step_seconds(self, steps: int) -> list[float]:
@@ -329,6 +336,9 @@ class CudaPhaseClock(PhaseClock):
     def end_step(self, phase: str) -> float:
         return self._enter(phase, event="end")
 
+    def next_step(self, phase: str) -> float:
+        return self._enter(phase, event="next")
+
     def end_exposed(self, phase: str) -> None:
         self._enter(phase, event="exposed")
 
@@ -411,11 +421,13 @@ class CudaPhaseClock(PhaseClock):
             log.phases.append(Span(pending.phase, self._origin + began, self._origin + self._now))
         if event == "begin":
             self._step_began = self._now
-        elif event == "end":
+        elif event in ("end", "next"):
             self._step_seconds.append(self._now - self._step_began)
             if log is not None:
                 span = Span("step", self._origin + self._step_began, self._origin + self._now)
                 log.steps.append(span)
+            if event == "next":
+                self._step_began = self._now
         if not self._last_is_in_graph:
             self._free.append(self._last)
         self._last, self._last_is_in_graph = mark, pending.is_in_graph

@@ -15,7 +15,6 @@ import torch.utils.data.dataloader as dataloader
 from torch import nn
 from torch.amp import grad_scaler
 from torch.compiler import is_dynamo_compiling
-from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -60,11 +59,12 @@ class Hooks:
         while self._handles and not is_in_hook:
             self._handles.pop().remove()
 
-    def hook_imported(self) -> None:
+    def hook_imported(self) -> tuple[()]:
         """Replace functions of modules that are imported only by some scripts."""
         if self._make_save is not None and SAVER in sys.modules:
             self.replace(sys.modules[SAVER], "_save_state_dict", self._make_save)
             self._make_save = None
+        return ()
 
     def install(self, tracker: StepTracker, guard: Guard) -> None:
         self._hook_models(tracker, guard(tracker.call_model))
@@ -73,6 +73,7 @@ class Hooks:
         self._hook_optimizers(guard(tracker.begin_update), guard(tracker.end_update))
         self._hook_grad_scaler(tracker, guard(tracker.skip_update))
         self._hook_checkpoints(guard(tracker.begin_checkpoint), guard(tracker.end_checkpoint))
+        self.hook_imported()
 
     def _hook_models(self, tracker: StepTracker, call_model: Callable[..., Any]) -> None:
         self.replace(
@@ -114,14 +115,8 @@ class Hooks:
         self.replace(dataloader._BaseDataLoaderIter, "__next__", make)
 
     def _hook_optimizers(self, begin: Callable[..., Any], end: Callable[..., Any]) -> None:
-        def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            begin(optimizer)
-
-        def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            end(optimizer)
-
-        self._handles.append(register_optimizer_step_pre_hook(before))
-        self._handles.append(register_optimizer_step_post_hook(after))
+        self._handles.append(register_optimizer_step_pre_hook(begin))
+        self._handles.append(register_optimizer_step_post_hook(end))
 
     def _hook_grad_scaler(self, tracker: StepTracker, skip: Callable[..., Any]) -> None:
         def make(original: Any) -> Any:

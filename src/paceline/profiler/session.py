@@ -40,6 +40,7 @@ class Session:
         )
         self.tracker = StepTracker(self._end_step)
         self._hooks = Hooks()
+        self.log.sources.append(self._hooks.hook_imported)
         self._facts: ProcessFacts | None = None
         self._collectives: CollectiveRecorder | None = None
 
@@ -56,8 +57,6 @@ class Session:
         self.log.step(self.tracker)
         if self.log.window.is_over(self.tracker.steps):
             self._stop()
-        else:
-            self._hooks.hook_imported()
 
     def guard(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that never raises: an exception ends the session."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from threading import get_ident
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -55,14 +55,13 @@ class StepTracker:
         self.checkpoints = 0
         self.loss: Tensor | None = None
         """Of the last backward pass."""
-        self.learning_rate: float | None = None
         self._on_step = on_step
         self._is_on_gpu = False
         self._modules: dict[int, int] = {}
         """Number of modules by the id of a model."""
         self._optimizers: WeakSet[Optimizer] = WeakSet()
-        self._last_optimizer = 0
-        """Id of the one that ends steps."""
+        self._last_optimizer: Callable[[], Optimizer | None] = lambda: None
+        """A weak reference to the one that ends steps."""
         self._steps_of_others = 0
         self._is_manual = False
         """Whether the program says where steps end."""
@@ -81,6 +80,13 @@ class StepTracker:
         self._evaluation_iterator = 0
         self._maybe_evaluation = False
         """Whether the model called last is in evaluation mode, but with gradients."""
+
+    @property
+    def learning_rate(self) -> float | None:
+        """Of the first parameter group; None if it is a tensor, which could be on a GPU."""
+        optimizer = self._last_optimizer()
+        rate = None if optimizer is None else optimizer.param_groups[0].get("lr")
+        return rate if isinstance(rate, float) else None
 
     def is_in_thread(self) -> bool:
         """Whether this is the thread that trains, and what it does can be timed."""
@@ -181,7 +187,8 @@ class StepTracker:
         self.clock.enter(phase)
         self._is_after_backward = phase == "other"
 
-    def begin_update(self, optimizer: Optimizer) -> None:
+    def begin_update(self, optimizer: Optimizer, *_: object) -> None:
+        """The hook of torch has more arguments, which do not matter here."""
         self.updates += 1
         if id(optimizer) in self._stepping:
             # Its last step raised an exception.
@@ -216,14 +223,13 @@ class StepTracker:
         parameters = (each for group in optimizer.param_groups for each in group["params"])
         return next((each.device for each in parameters), torch.device("cpu"))
 
-    def end_update(self, optimizer: Optimizer) -> None:
+    def end_update(self, optimizer: Optimizer, *_: object) -> None:
         if id(optimizer) not in self._stepping:
             return
-        del self._stepping[self._stepping.index(id(optimizer)) :]
-        if self._stepping:
+        if self._stepping[0] != id(optimizer):
             return
+        self._stepping.clear()
         if self._ends_step(optimizer):
-            self.learning_rate = _learning_rate(optimizer)
             self.end_step(self._phase_after_update)
         else:
             self.clock.enter(self._phase_after_update)
@@ -236,7 +242,7 @@ class StepTracker:
     def _ends_step(self, optimizer: Optimizer) -> bool:
         if self._is_manual:
             return False
-        if id(optimizer) != self._last_optimizer:
+        if optimizer is not self._last_optimizer():
             if optimizer in self._optimizers and self._steps_of_others < OTHERS_MAX:
                 self._steps_of_others += 1
                 return False
@@ -245,7 +251,7 @@ class StepTracker:
                 self.steps = 0
             # Of those that step in an iteration, the last one appears last.
             self._optimizers.add(optimizer)
-            self._last_optimizer = id(optimizer)
+            self._last_optimizer = ref(optimizer)
         self._steps_of_others = 0
         return True
 
@@ -253,8 +259,7 @@ class StepTracker:
         """End the step; the next one begins now unless evaluation or a checkpoint comes first."""
         if self._is_interrupted:
             self._enter("other")
-        self.clock.end_step(phase)
-        self.clock.begin_step(phase)
+        self.clock.next_step(phase)
         self._computes = self._is_interrupted = self._is_after_backward = False
         self.parts_of_first += not self.steps
         self.steps += 1
@@ -287,7 +292,8 @@ class StepTracker:
 def count_samples(batch: object) -> int:
     """The length of the first tensor of a batch; 0 if it has none."""
     if isinstance(batch, Tensor):
-        return batch.shape[0] if batch.dim() else 0
+        shape = batch.shape
+        return shape[0] if shape else 0
     if isinstance(batch, dict):
         batch = batch.values()
     elif not isinstance(batch, SEQUENCES):
@@ -296,9 +302,3 @@ def count_samples(batch: object) -> int:
         if samples := count_samples(each):
             return samples
     return 0
-
-
-def _learning_rate(optimizer: Optimizer) -> float | None:
-    rate = optimizer.param_groups[0].get("lr")
-    # Reading a tensor back could wait for a GPU.
-    return rate if isinstance(rate, float) else None
