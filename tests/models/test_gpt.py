@@ -77,6 +77,12 @@ def test_scores_with_a_cache_equal_those_without(prompt: int) -> None:
     torch.testing.assert_close(torch.cat(parts, 1), model(whole), rtol=0, atol=1e-12)
 
 
+def test_model_compiles_into_one_graph() -> None:
+    model = build()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(tokens()), model(tokens()))
+
+
 def test_options_change_the_model() -> None:
     model = build(layers="2", width="32", heads="4", context="100")
     assert len(model.blocks) == 2

@@ -60,7 +60,7 @@ def causal_attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """
     is_causal = queries.shape[-2] == keys.shape[-2]
     attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=is_causal)
-    if attended.is_cuda and attended.requires_grad and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and attended.is_cuda and attended.requires_grad:
         fix_order_of_sums(attended)
     return attended
 
