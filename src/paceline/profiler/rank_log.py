@@ -21,6 +21,7 @@ import torch.distributed
 from torch import Tensor
 
 from paceline.comm.rank_info import SINGLE_PROCESS, RankInfo
+from paceline.errors import UsageError
 from paceline.launch import environment
 from paceline.measure.loss_block import LossBlock
 from paceline.profiler.overhead import HookCosts
@@ -199,7 +200,11 @@ class RankLog:
 
 def find_rank() -> RankInfo:
     """The rank in the default process group; without one, the rank that the launcher assigned."""
-    known = environment.detect() or SINGLE_PROCESS
+    try:
+        known = environment.detect() or SINGLE_PROCESS
+    except UsageError:
+        # Scripts that start their ranks themselves set only the variables that they use.
+        known = SINGLE_PROCESS
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         known = replace(known, rank=rank, world_size=world_size)

@@ -7,7 +7,7 @@ import functools
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.util import Finalize, register_after_fork
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,9 @@ from paceline.profiler import WARNINGS_FILE
 from paceline.profiler.hooks import Hooks
 from paceline.profiler.overhead import measure_hook_costs
 from paceline.profiler.process_facts import ProcessFacts
+from paceline.profiler.process_use import process_use
 from paceline.profiler.rank_log import RankLog
+from paceline.profiler.script_calls import ScriptCalls
 from paceline.profiler.step_tracker import StepTracker
 from paceline.profiler.step_window import StepWindow
 from paceline.records import RunFolder
@@ -42,11 +44,14 @@ class Session:
         self._hooks = Hooks()
         self.log.sources.append(self._hooks.hook_imported)
         self._facts: ProcessFacts | None = None
+        self._calls = ScriptCalls(self.tracker)
+        self.log.sources.append(self._use)
         self._collectives: CollectiveRecorder | None = None
 
     def start(self) -> None:
         self._facts = self.guard(ProcessFacts)(self.folder)
         self._hooks.install(self.tracker, self.guard)
+        self._calls.install(self._hooks, self.guard)
         if torch.distributed.is_available():
             from paceline.profiler.collectives import CollectiveRecorder
 
@@ -57,6 +62,9 @@ class Session:
         self.log.step(self.tracker)
         if self.log.window.is_over(self.tracker.steps):
             self._stop()
+
+    def _use(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        yield "facts", {"steps": self.tracker.steps, **process_use(), **self._calls.due_records()}
 
     def guard(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that never raises: an exception ends the session."""
@@ -105,6 +113,7 @@ class Session:
 
     def _stop(self) -> None:
         if self._is_open:
+            self._calls.finish()
             self.guard(self.log.close)(self.tracker)
             self._is_open = False
             self._hooks.remove(is_in_hook=True)

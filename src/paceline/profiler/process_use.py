@@ -1,0 +1,55 @@
+"""Threads, CPU time and memory of the profiled process itself."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.measure.machine import cores_usable
+
+TASKS = Path("/proc/self/task")
+MEMORY = Path("/proc/self/statm")
+NANOSECONDS = 1e-9
+
+
+def process_use() -> dict[str, Any]:
+    """Totals since the process started; None for what this system does not tell."""
+    waiting = queue_seconds()
+    gpu_bytes = torch.cuda.memory_allocated() if torch.cuda.is_initialized() else None
+    return {
+        "threads": torch.get_num_threads(),
+        "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
+        "cores": cores_usable(),
+        "cpu_seconds": round(time.process_time(), 4),
+        "queue_seconds": None if waiting is None else round(sum(waiting.values()), 4),
+        "main_queue_seconds": None if waiting is None else round(waiting.get(os.getpid(), 0.0), 4),
+        "rss_bytes": resident_bytes(),
+        "gpu_allocated_bytes": gpu_bytes,
+    }
+
+
+def queue_seconds() -> dict[int, float] | None:
+    """How long each thread was ready to run but had no core; None if the kernel does not tell."""
+    found: dict[int, float] = {}
+    try:
+        for task in TASKS.iterdir():
+            try:
+                waited = (task / "schedstat").read_text().split()[1]
+            except FileNotFoundError:
+                # The thread has ended, or there is no such file for any of them.
+                continue
+            found[int(task.name)] = int(waited) * NANOSECONDS
+    except (OSError, IndexError, ValueError):
+        return None
+    return found or None
+
+
+def resident_bytes() -> int | None:
+    try:
+        return int(MEMORY.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError, ValueError):
+        return None

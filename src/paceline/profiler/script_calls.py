@@ -1,0 +1,320 @@
+"""Calls that can block a step, and the lines of the script that make them.
+
+Counted are calls of the script and of libraries that it uses. What torch itself calls, such as an
+optimizer that reads its step count, is not for the script to change.
+"""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from types import CodeType, FrameType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.utils.data.dataloader as dataloader
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+from torch.nn.parallel import DistributedDataParallel
+
+from paceline.profiler.ddp import describe
+from paceline.profiler.hooks import Guard, Hooks
+from paceline.profiler.step_tracker import StepTracker
+
+READ_BACKS = ("item", "tolist", "__float__", "__int__", "__bool__")
+"""Methods of a tensor that wait until its value is known."""
+COLLECTIVES = (
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "all_gather",
+    "all_gather_into_tensor",
+    "gather",
+    "barrier",
+    "all_gather_object",
+    "broadcast_object_list",
+)
+NOT_IN_STEPS = frozenset(("input", "evaluate", "checkpoint"))
+"""Phases in which a call does not block a step."""
+CHECKPOINT_CALL = "torch.save"
+RECORD_SHARE = 0.1
+"""A script that is killed loses at most the calls of this share of its time."""
+
+TORCH = f"{Path(torch.__file__).parent}{os.sep}"
+PACELINE = f"{Path(__file__).parent.parent}{os.sep}"
+LIBRARIES = tuple(
+    sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib", "stdlib", "platstdlib")
+)
+
+
+@dataclass(slots=True)
+class CallSite:
+    """Calls of one function from one line."""
+
+    call: str
+    file: str
+    line: int
+    count: int = 0
+    seconds: float = 0.0
+    bytes: int = 0
+    """Of the tensors of collectives."""
+    steps: int = 0
+    """Steps with a call."""
+    last_step: int = -1
+
+    def to_record(self) -> dict[str, Any]:
+        return {
+            "call": self.call,
+            **describe_line(self.file, self.line),
+            "count": self.count,
+            "steps": self.steps,
+            "seconds": round(self.seconds, 6),
+            "bytes": self.bytes,
+        }
+
+
+@dataclass(slots=True)
+class LoaderUse:
+    """Training batches of a DataLoader."""
+
+    line: tuple[str, int] | None
+    workers: int
+    batch_size: int | None
+    batches: int = 0
+    seconds: float = 0.0
+
+    def to_record(self) -> dict[str, Any]:
+        return {
+            **(describe_line(*self.line) if self.line else {}),
+            "workers": self.workers,
+            "batch_size": self.batch_size,
+            "batches": self.batches,
+            "seconds": round(self.seconds, 6),
+        }
+
+
+@dataclass(slots=True)
+class ModelUse:
+    """Forward passes of a DDP model."""
+
+    line: tuple[str, int] | None
+    searches: int = 0
+    """Searches for unused parameters."""
+    search_seconds: float = 0.0
+
+
+class ScriptCalls:
+    """Counts calls from `install` until the hooks are removed."""
+
+    def __init__(self, tracker: StepTracker) -> None:
+        self._tracker = tracker
+        self._started = self._due = perf_counter()
+        self._interval_share = RECORD_SHARE
+        self._sites: dict[tuple[CodeType, int, str], CallSite | None] = {}
+        """None for a line that is not counted."""
+        self._ignored: set[CodeType] = set()
+        """Functions of torch and of the profiler."""
+        self._loaders: WeakKeyDictionary[Any, LoaderUse] = WeakKeyDictionary()
+        self._uses: list[LoaderUse] = []
+        self._iterators: WeakKeyDictionary[Any, LoaderUse] = WeakKeyDictionary()
+        self._models: WeakKeyDictionary[Any, ModelUse] = WeakKeyDictionary()
+
+    def install(self, hooks: Hooks, guard: Guard) -> None:
+        for name in READ_BACKS:
+            hooks.replace(Tensor, name, self._timed(f"Tensor.{name}", guard))
+        hooks.replace(torch.cuda, "synchronize", self._timed("torch.cuda.synchronize", guard))
+        if torch.distributed.is_available():
+            for name in COLLECTIVES:
+                make = self._timed(f"dist.{name}", guard)
+                hooks.replace(torch.distributed, name, make)
+        hooks.replace(torch, "save", self._timed(CHECKPOINT_CALL, guard))
+        self._hook_loaders(hooks, guard)
+        self._hook_models(hooks, guard)
+
+    def _timed(self, name: str, guard: Guard) -> Callable[[Any], Any]:
+        ignored, note, getframe = self._ignored, guard(self._note), sys._getframe
+
+        def make(original: Any) -> Any:
+            @functools.wraps(original)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if is_dynamo_compiling() or getframe(1).f_code in ignored:
+                    return original(*args, **kwargs)
+                began = perf_counter()
+                result = original(*args, **kwargs)
+                note(name, getframe(1), perf_counter() - began, args, result)
+                return result
+
+            return call
+
+        return make
+
+    def _note(
+        self, name: str, frame: FrameType, seconds: float, args: tuple[Any, ...], result: Any
+    ) -> None:
+        phase = self._tracker.clock.phase
+        if not self._tracker.is_in_thread() or (phase in NOT_IN_STEPS and name != CHECKPOINT_CALL):
+            return
+        key = frame.f_code, frame.f_lineno, name
+        if key not in self._sites:
+            self._sites[key] = self._new_site(name, frame)
+        site = self._sites[key]
+        is_asynchronous = name.startswith("dist.") and result is not None
+        if site is None or is_asynchronous:
+            return
+        site.count += 1
+        site.seconds += seconds
+        if site.last_step != self._tracker.steps:
+            site.last_step = self._tracker.steps
+            site.steps += 1
+        if name.startswith("dist.") and args and isinstance(args[0], Tensor):
+            site.bytes += args[0].nbytes
+
+    def _new_site(self, name: str, frame: FrameType) -> CallSite | None:
+        if is_within(frame, TORCH) or is_within(frame, PACELINE):
+            self._ignored.add(frame.f_code)
+            return None
+        file, line = script_line(frame)
+        return CallSite(name, file, line)
+
+    def _hook_loaders(self, hooks: Hooks, guard: Guard) -> None:
+        created, began, got = guard(self._created), guard(self._began), guard(self._got)
+
+        def make_loader(original: Any) -> Any:
+            @functools.wraps(original)
+            def init(loader: Any, *args: Any, **kwargs: Any) -> None:
+                original(loader, *args, **kwargs)
+                created(loader, sys._getframe(1))
+
+            return init
+
+        def make_iterator(original: Any) -> Any:
+            @functools.wraps(original)
+            def init(iterator: Any, loader: Any) -> None:
+                original(iterator, loader)
+                began(iterator, loader)
+
+            return init
+
+        def make_next(original: Any) -> Any:
+            def measured(iterator: Any) -> Any:
+                start = perf_counter()
+                batch = original(iterator)
+                got(iterator, perf_counter() - start)
+                return batch
+
+            return measured
+
+        hooks.replace(dataloader.DataLoader, "__init__", make_loader)
+        hooks.replace(dataloader._BaseDataLoaderIter, "__init__", make_iterator)
+        hooks.replace(dataloader._BaseDataLoaderIter, "__next__", make_next)
+
+    def _created(self, loader: Any, frame: FrameType) -> None:
+        use = LoaderUse(script_line(frame), loader.num_workers, loader.batch_size)
+        self._loaders[loader] = use
+        self._uses.append(use)
+
+    def _began(self, iterator: Any, loader: Any) -> None:
+        use = self._loaders.get(loader)
+        if use is not None:
+            self._iterators[iterator] = use
+
+    def _got(self, iterator: Any, seconds: float) -> None:
+        use = self._iterators.get(iterator)
+        if use is not None and self._tracker.clock.phase != "evaluate":
+            use.batches += 1
+            use.seconds += seconds
+
+    def _hook_models(self, hooks: Hooks, guard: Guard) -> None:
+        wrapped, searched = guard(self._wrapped), guard(self._searched)
+
+        def make_init(original: Any) -> Any:
+            @functools.wraps(original)
+            def init(model: Any, *args: Any, **kwargs: Any) -> None:
+                original(model, *args, **kwargs)
+                wrapped(model, sys._getframe(1))
+
+            return init
+
+        def make_search(original: Any) -> Any:
+            @functools.wraps(original)
+            def post_forward(model: Any, output: Any) -> Any:
+                if is_dynamo_compiling() or not model.find_unused_parameters:
+                    return original(model, output)
+                began = perf_counter()
+                result = original(model, output)
+                searched(model, perf_counter() - began)
+                return result
+
+            return post_forward
+
+        hooks.replace(DistributedDataParallel, "__init__", make_init)
+        # It walks the graph of the output if it must find unused parameters.
+        hooks.replace(DistributedDataParallel, "_post_forward", make_search)
+
+    def _wrapped(self, model: Any, frame: FrameType) -> None:
+        self._models[model] = ModelUse(script_line(frame))
+
+    def _searched(self, model: Any, seconds: float) -> None:
+        use = self._models.get(model)
+        if use is not None:
+            use.searches += 1
+            use.search_seconds += seconds
+
+    def due_records(self) -> dict[str, Any]:
+        """The records, at intervals that grow with the time: totals of long runs change little."""
+        now = perf_counter()
+        if now < self._due:
+            return {}
+        self._due = now + self._interval_share * (now - self._started)
+        return self.records()
+
+    def finish(self) -> None:
+        """Records are due from now on: the next ones may be the last."""
+        self._interval_share = 0.0
+        self._due = 0.0
+
+    def records(self) -> dict[str, Any]:
+        """Totals since the start."""
+        return {
+            "calls": [site.to_record() for site in self._sites.values() if site and site.count],
+            "loaders": [use.to_record() for use in self._uses if use.batches],
+            "ddp_models": list(self._model_records()),
+        }
+
+    def _model_records(self) -> Iterator[dict[str, Any]]:
+        for model, use in self._models.items():
+            unused = model._get_ddp_logging_data().get("unused_parameter_size", 0)
+            yield {
+                **(describe_line(*use.line) if use.line else {}),
+                **describe(model),
+                "unused_bytes": unused,
+                "searches": use.searches,
+                "search_seconds": round(use.search_seconds, 6),
+            }
+
+
+def is_within(frame: FrameType, folder: str) -> bool:
+    return frame.f_code.co_filename.startswith(folder)
+
+
+def script_line(frame: FrameType) -> tuple[str, int]:
+    """The innermost line that is not in an installed library; without one, that of the frame."""
+    found: FrameType | None = frame
+    while found is not None:
+        file = found.f_code.co_filename
+        if not file.startswith((*LIBRARIES, PACELINE, "<")):
+            return file, found.f_lineno
+        found = found.f_back
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def describe_line(file: str, line: int) -> dict[str, Any]:
+    return {"file": file, "line": line, "code": linecache.getline(file, line).strip()}

@@ -1,0 +1,165 @@
+"""Calls of a script that can block its steps, by line."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.profiled import Profiled, loader, loss_of, model, profiled, train_step
+
+
+def facts(measured: Profiled) -> dict[str, Any]:
+    events = [event for event in measured.record.events if event["event"] == "facts"]
+    return dict(events[-1])
+
+
+def here() -> int:
+    """The line of the caller."""
+    return sys._getframe(1).f_lineno
+
+
+def test_calls_are_counted_by_line(tmp_path: Path) -> None:
+    net = model()
+    # Adam reads its step count back for each parameter: that is not a call of the script.
+    optimizer = torch.optim.Adam(net.parameters(), foreach=False)
+    with profiled(tmp_path) as measured:
+        for step, batch in enumerate(loader(6)):
+            train_step(net, optimizer, *batch)
+            loss = loss_of(net, *batch)
+            total, number = loss.item(), here()
+            if step % 3 == 0:
+                total += float(loss.detach())
+    assert total > 0
+    found = {(one["call"], one["line"]): one for one in facts(measured)["calls"]}
+    every, third = found["Tensor.item", number], found["Tensor.__float__", number + 2]
+    assert len(found) == 2
+    assert (every["count"], every["steps"], third["count"]) == (6, 6, 2)
+    assert every["file"] == __file__
+    assert every["code"].startswith("total, number = loss.item()")
+    assert 0 < every["seconds"] < 1
+
+
+def test_evaluation_is_not_counted(tmp_path: Path) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with profiled(tmp_path) as measured:
+        for batch in loader(3):
+            train_step(net, optimizer, *batch)
+        net.eval()
+        with torch.no_grad():
+            for batch in loader(3):
+                loss_of(net, *batch).item()
+        torch.save(net.state_dict(), io.BytesIO())
+        number = here() - 1
+    (saved,) = facts(measured)["calls"]
+    assert (saved["call"], saved["line"], saved["count"]) == ("torch.save", number, 1)
+    (used,) = facts(measured)["loaders"]
+    assert used["batches"] == 3
+
+
+def test_data_loaders_are_described(tmp_path: Path) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with profiled(tmp_path) as measured:
+        batches = loader(3, num_workers=1)
+        for _ in range(2):
+            for batch in batches:
+                train_step(net, optimizer, *batch)
+    (used,) = facts(measured)["loaders"]
+    assert (used["workers"], used["batch_size"], used["batches"]) == (1, 4, 6)
+    assert "DataLoader" in used["code"]
+    assert used["seconds"] > 0
+
+
+def test_threads_and_memory_are_recorded(tmp_path: Path) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with profiled(tmp_path) as measured:
+        for batch in loader(3):
+            train_step(net, optimizer, *batch)
+    recorded = facts(measured)
+    assert recorded["threads"] == torch.get_num_threads()
+    assert recorded["cores"] >= 1
+    assert recorded["cpu_seconds"] > 0
+    assert recorded["rss_bytes"] > 10_000_000
+    assert recorded["queue_seconds"] is None or recorded["queue_seconds"] >= 0
+
+
+@pytest.mark.parametrize("search", [False, True])
+def test_ddp_models_and_collectives(tmp_path: Path, search: bool) -> None:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
+    try:
+        with profiled(tmp_path) as measured:
+            net = DistributedDataParallel(model(), find_unused_parameters=search)
+            number = here() - 1
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            for batch in loader(4):
+                train_step(net, optimizer, *batch)
+                dist.all_reduce(torch.ones(5))
+                work = dist.all_reduce(torch.ones(5), async_op=True)
+                assert work is not None
+                work.wait()
+            recorded = facts_at_end(measured, net)
+    finally:
+        dist.destroy_process_group()
+    (one,) = recorded["ddp_models"]
+    assert (one["line"], one["find_unused_parameters"]) == (number, search)
+    assert sum(one["bucket_bytes"]) == sum(each.nbytes for each in net.parameters())
+    assert (one["searches"], one["unused_bytes"]) == (4 if search else 0, 0)
+    # The asynchronous one does not block.
+    (call,) = recorded["calls"]
+    assert (call["call"], call["count"], call["bytes"]) == ("dist.all_reduce", 4, 4 * 20)
+
+
+def facts_at_end(measured: Profiled, keep: nn.Module) -> dict[str, Any]:
+    """While the model is alive."""
+    return measured.session._calls.records()
+
+
+def test_hooks_are_removed(tmp_path: Path) -> None:
+    before = torch.Tensor.item, torch.save, dist.all_reduce, DistributedDataParallel.__init__
+    with profiled(tmp_path):
+        assert torch.save is not before[1]
+    after = torch.Tensor.item, torch.save, dist.all_reduce, DistributedDataParallel.__init__
+    assert after == before
+    assert "item" not in vars(torch.Tensor)
+
+
+def test_compiled_code_may_read_back(tmp_path: Path) -> None:
+    @torch.compile(backend="eager")
+    def scaled(value: torch.Tensor) -> torch.Tensor:
+        return value * value.sum().item()
+
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with profiled(tmp_path) as measured:
+        for batch in loader(3):
+            train_step(net, optimizer, *batch)
+            assert scaled(torch.ones(2)).tolist() == [2.0, 2.0]
+    assert not measured.record.events or all(
+        event["event"] != "warning" for event in measured.record.events
+    )
+
+
+def test_a_script_may_set_only_some_variables_of_a_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with profiled(tmp_path) as measured:
+        for batch in loader(3):
+            train_step(net, optimizer, *batch)
+    assert len(measured.record.step_seconds) == 3
