@@ -28,6 +28,7 @@ from paceline.analysis.ranks import Straggler, find_straggler
 from paceline.analysis.recommendations import Recommendation, recommend
 from paceline.analysis.run_group import RunGroup
 from paceline.analysis.scaling import ScalingPoint, ScalingSeries, scaling_series
+from paceline.analysis.script_findings import ScriptFinding, group_findings, is_fault
 from paceline.analysis.statistics import Difference, against_first
 
 MOST_ACCURACY_LOST = 0.01
@@ -44,6 +45,19 @@ class AccuracyLoss:
     best: float
     best_label: str
     difference: AccuracyDifference
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptVerdict:
+    """What was found in a profiled script."""
+
+    label: str
+    """Of the group."""
+    findings: list[ScriptFinding]
+
+    @property
+    def faults(self) -> list[ScriptFinding]:
+        return [one for one in self.findings if is_fault(one)]
 
 
 @dataclass(slots=True)
@@ -75,6 +89,8 @@ class Verdict:
     contention: list[CpuContention] = field(default_factory=list)
     bottlenecks: list[Bottleneck] = field(default_factory=list)
     stragglers: list[Straggler] = field(default_factory=list)
+    scripts: list[ScriptVerdict] = field(default_factory=list)
+    """Of profiled scripts, which have these instead of bottlenecks and stragglers."""
     accuracy_loss: AccuracyLoss | None = None
     at_chance: list[ChanceAccuracy] = field(default_factory=list)
     """Accuracies that guessing explains."""
@@ -107,16 +123,20 @@ def make_verdict(groups: Sequence[RunGroup], comm: Sequence[Path] = ()) -> Verdi
     )
     # On a busy machine contention explains what looks like a straggler or a bottleneck.
     disturbed = {one.label for one in verdict.contention}
+    verdict.scripts = [
+        ScriptVerdict(group.label, found) for group in groups if (found := group_findings(group))
+    ]
+    trained = [group for group in groups if group.runs and group.settings.kind != "profile"]
     verdict.stragglers = [
         one
-        for group in groups
+        for group in trained
         if (one := find_straggler(group)) is not None
         and (group.label not in disturbed or one.is_injected)
     ]
     measured = [one for path in comm for one in read_comm_measurements(path)]
     verdict.bottlenecks = [
         bottleneck
-        for group in groups
+        for group in trained
         if group.label not in disturbed
         and (bottleneck := find_bottleneck(group, measured)) is not None
     ]

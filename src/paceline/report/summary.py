@@ -13,8 +13,10 @@ from rich.table import Table
 from paceline import formatting
 from paceline.analysis.contention import MIN_CONTENTION_SHARE, other_processes_share
 from paceline.analysis.run import Run
+from paceline.analysis.script_findings import find_in_script
 from paceline.measure.startup import NEGLIGIBLE_SECONDS
 from paceline.records import Result, RunFolder, cuda_graph_text, numerics_text, settings_of
+from paceline.report.script_wording import remedy, sentence, subject
 from paceline.terminal import open_console
 
 BAR_WIDTH = 24
@@ -36,6 +38,7 @@ def print_summary(folder: RunFolder, result: Result, file: TextIO | None = None)
     if result["workers"]:
         run = Run(folder, settings_of(result, folder.result_file), result)
         rows = summary_rows(result, None if run.is_synchronous else run.iteration_seconds)
+        rows[1:1] = _script_rows(run)
         rows += _contention(run)
     for name, text in [*rows, *_restarts_and_warnings(result)]:
         facts.add_row(name, text)
@@ -190,6 +193,17 @@ def _cores(cpu_percent: float | None, cores: int | None) -> str:
         return "-"
     used = f"{cpu_percent / 100:.2f}"
     return f"{used} of {cores} core{'' if cores == 1 else 's'}" if cores else f"{used} cores"
+
+
+def _script_rows(run: Run) -> list[tuple[str, str]]:
+    """What slows down a profiled script, with what to change."""
+    return [
+        (
+            "finding",
+            " ".join(filter(None, (f"{subject(one)}: {sentence(one)}", remedy(one)))),
+        )
+        for one in find_in_script(run)
+    ]
 
 
 def _contention(run: Run) -> list[tuple[str, str]]:

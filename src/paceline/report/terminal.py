@@ -56,7 +56,10 @@ def print_comparison(compared: Comparison) -> None:
         console.print()
     if len(groups) > 1:
         _print_significance(console, groups, letters)
-        console.print(paragraph(wording.headline(make_verdict(groups)), console))
+        verdict = make_verdict(groups)
+        console.print(paragraph(wording.headline(verdict), console))
+        for text in wording.script_faults(verdict):
+            console.print(paragraph(text, console))
     _print_skipped(console, compared)
 
 

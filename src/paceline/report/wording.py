@@ -32,11 +32,11 @@ from paceline.analysis.run import Run
 from paceline.analysis.run_group import NOT_RUN, RunGroup
 from paceline.analysis.scaling import ScalingPoint, ScalingSeries, superlinear_causes
 from paceline.analysis.statistics import FEWEST_ITERATIONS, MOST_PLANNED, Difference
-from paceline.analysis.verdict import Verdict
+from paceline.analysis.verdict import ScriptVerdict, Verdict
 from paceline.analysis.world_sizes import WorldSize
+from paceline.report import script_wording
+from paceline.report.bottleneck_wording import NAMED, listed, several_text, shares_text
 
-NAMED = 4
-"""Configurations that a finding names one by one."""
 MOST_LISTED = 10
 MOST_STEPS = 5
 SINGLE = "single run"
@@ -44,14 +44,6 @@ SINGLE = "single run"
 CONTENTION = "CPU contention"
 """Instead of the significance of a time: other processes used the machine."""
 NO_RESULT = "no result.json: still running, or killed"
-
-SHARES = {
-    "compute": "compute",
-    "communication": "exposed communication",
-    "waiting": "waiting",
-    "input": "input",
-}
-"""Shares of a bottleneck."""
 
 DEVIATIONS = {
     "lossy codec": "codec {} sends lossy gradients",
@@ -81,7 +73,17 @@ def headline(verdict: Verdict) -> str:
         text = _fastest(verdict, ranking)
         if verdict.has_several_kinds:
             text = f"Of {_kind(ranking.entries[0].group)}: {text}"
+    text += script_sentence(verdict)
     return text + chance_sentence(verdict.at_chance) + rerun_sentence(verdict.contention)
+
+
+def script_sentence(verdict: Verdict) -> str:
+    """What to append to the headline of a single script: its costliest fault."""
+    if len(verdict.groups) != 1 or not verdict.scripts or not verdict.scripts[0].faults:
+        return ""
+    first, *others = verdict.scripts[0].faults
+    more = f" {len(others)} more below." if others else ""
+    return f" {script_wording.subject(first)}: {script_wording.sentence(first)}{more}"
 
 
 def _fastest(verdict: Verdict, ranking: Ranking) -> str:
@@ -302,13 +304,14 @@ def findings(verdict: Verdict) -> list[Finding]:
     """Everything besides the headline: the comparison, then limits, accuracy and failures."""
     ranked = verdict.ranking.entries if verdict.ranking else []
     return [
+        *(one for script in verdict.scripts for one in _about_script(script, verdict)),
         *(_about_ranking(verdict, verdict.ranking) if verdict.ranking and len(ranked) > 1 else ()),
         *(
             Finding("Ranked separately", f"{_first_kind(other)}: {headline(other)}")
             for other in verdict.others[:MOST_LISTED]
         ),
         *_about_deviations(verdict.groups),
-        *_about_contention(verdict.contention),
+        *_about_contention(verdict),
         *_about_bottlenecks(verdict.bottlenecks),
         *map(_about_straggler, verdict.stragglers[:NAMED]),
         *_about_accuracy(verdict),
@@ -317,6 +320,21 @@ def findings(verdict: Verdict) -> list[Finding]:
         *_about_resumed(verdict.groups),
         *_about_trouble(verdict.groups),
     ]
+
+
+def script_faults(verdict: Verdict) -> list[str]:
+    """The faults of each profiled script, with its label."""
+    return [
+        f"{script.label}: {script_wording.subject(one)}: {script_wording.sentence(one)}"
+        for script in verdict.scripts
+        for one in script.faults
+    ]
+
+
+def _about_script(script: ScriptVerdict, verdict: Verdict) -> Iterator[Finding]:
+    label = f"{script.label}: " if len(verdict.groups) > 1 else ""
+    for one in script.findings:
+        yield Finding(script_wording.subject(one), f"{label}{script_wording.sentence(one)}")
 
 
 def _first_kind(verdict: Verdict) -> str:
@@ -415,14 +433,17 @@ def _about_deviations(groups: Sequence[RunGroup]) -> Iterator[Finding]:
         yield Finding("Approximate", f"{listed(names, NAMED)}: {text}.")
 
 
-def _about_contention(found: Sequence[CpuContention]) -> Iterator[Finding]:
+def _about_contention(verdict: Verdict) -> Iterator[Finding]:
+    found = verdict.contention
     if found:
         names = [f"{one.label} ({formatting.share(one.share)})" for one in found]
+        # Profiled ranks record how long they waited for a core.
+        unnamed = "bottleneck" if verdict.scripts else "straggler or bottleneck"
         yield Finding(
             "CPU contention",
             f"timings may be affected: other processes used CPU time during {listed(names, NAMED)}."
             " Contention can explain differences, stragglers and bottlenecks of these"
-            " configurations, so no straggler or bottleneck is named for them.",
+            f" configurations, so no {unnamed} is named for them.",
         )
 
 
@@ -432,51 +453,12 @@ def _about_bottlenecks(found: Sequence[Bottleneck]) -> Iterator[Finding]:
     for bottleneck in found:
         kinds.setdefault((bottleneck.kind, bottleneck.cause), []).append(bottleneck)
     for (kind, _), alike in kinds.items():
-        text = f"{alike[0].label}: {_shares(alike[0])}." if len(alike) == 1 else _several(alike)
-        yield Finding(kind.capitalize(), text)
-
-
-def _shares(bottleneck: Bottleneck) -> str:
-    parts = [
-        f"{formatting.share(value)} {SHARES[name]}"
-        for name, value in bottleneck.shares.items()
-        if name != "input" and value >= 0.0005
-    ]
-    text = f"iteration time: {', '.join(parts)}"
-    wire = bottleneck.wire
-    if bottleneck.cause is None or wire is None:
-        return text
-    return (
-        f"{text}; {formatting.size(wire.bytes)} take {formatting.seconds(wire.seconds)} of the"
-        f" {formatting.seconds(bottleneck.exchange_seconds)} at the measured"
-        f" {formatting.rate(wire.bytes_per_second)}, so the likely cause is"
-        f" {_communication_cause(bottleneck.cause)}"
-    )
-
-
-def _several(found: Sequence[Bottleneck]) -> str:
-    first = found[0]
-    names = listed([one.label for one in found], NAMED)
-    shares = [one.shares[first.main_share] for one in found]
-    low, high = formatting.share(min(shares)), formatting.share(max(shares))
-    span = low if low == high else f"{low} to {high}"
-    cause = ""
-    if first.cause is not None:
-        wires = [one.wire.seconds for one in found if one.wire is not None]
-        cause = (
-            f"; the bytes take at most {formatting.seconds(max(wires))} on the measured link,"
-            f" so the likely cause is {_communication_cause(first.cause)}"
+        text = (
+            f"{alike[0].label}: {shares_text(alike[0])}."
+            if len(alike) == 1
+            else several_text(alike)
         )
-    return f"{names}: {SHARES[first.main_share]} is {span} of each iteration{cause}."
-
-
-def _communication_cause(cause: CommunicationCause) -> str:
-    if cause.cpu_quota is not None:
-        quota = f"{cause.cpu_quota:g}"
-        return f"the CPU quota of {quota} cores per node (processes wait to be scheduled)"
-    if cause.cores is not None:
-        return f"CPU contention: {cause.threads} threads of the workers share {cause.cores:g} cores"
-    return "scheduling or communication software, not the link"
+        yield Finding(kind.capitalize(), text)
 
 
 def _about_straggler(one: Straggler) -> Finding:
@@ -601,13 +583,10 @@ def _workers(count: int) -> str:
     return f"{count} worker{'s' * (count != 1)}"
 
 
-def listed(names: Sequence[str], most: int) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return "; ".join(names[:most]) + more
-
-
 def next_steps(verdict: Verdict) -> list[str]:
-    steps = map(recommendation_text, verdict.recommendations)
+    findings = (one for script in verdict.scripts for one in script.findings)
+    changes = filter(None, map(script_wording.remedy, findings))
+    steps = (*changes, *map(recommendation_text, verdict.recommendations))
     return list(dict.fromkeys(steps))[:MOST_STEPS]
 
 

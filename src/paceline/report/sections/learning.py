@@ -23,6 +23,7 @@ from paceline.analysis.repeats import evaluation_curve, training_loss_curve
 from paceline.analysis.run_group import RunGroup
 from paceline.analysis.sampling_order import MAX_SAMPLES, SamplingOrder, sampling_order
 from paceline.analysis.validation import is_number
+from paceline.report.bottleneck_wording import listed
 from paceline.report.charts.lines import LineChart, Series
 from paceline.report.document import Block, Details, Figure, Table, Tabs
 from paceline.report.sections.common import (
@@ -37,7 +38,7 @@ from paceline.report.sections.common import (
     section,
     table,
 )
-from paceline.report.wording import accuracy_note, listed
+from paceline.report.wording import accuracy_note
 
 AXES = {
     "iteration": ("iteration", "", "by iteration"),

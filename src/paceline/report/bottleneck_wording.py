@@ -1,0 +1,67 @@
+"""The sentences about what limits the step time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline import formatting
+from paceline.analysis.phases import Bottleneck, CommunicationCause
+
+NAMED = 4
+"""Configurations that a finding names one by one."""
+
+SHARES = {
+    "compute": "compute",
+    "communication": "exposed communication",
+    "waiting": "waiting",
+    "input": "input",
+}
+"""Shares of a bottleneck."""
+
+
+def shares_text(bottleneck: Bottleneck) -> str:
+    parts = [
+        f"{formatting.share(value)} {SHARES[name]}"
+        for name, value in bottleneck.shares.items()
+        if name != "input" and value >= 0.0005
+    ]
+    text = f"iteration time: {', '.join(parts)}"
+    wire = bottleneck.wire
+    if bottleneck.cause is None or wire is None:
+        return text
+    return (
+        f"{text}; {formatting.size(wire.bytes)} take {formatting.seconds(wire.seconds)} of the"
+        f" {formatting.seconds(bottleneck.exchange_seconds)} at the measured"
+        f" {formatting.rate(wire.bytes_per_second)}, so the likely cause is"
+        f" {_communication_cause(bottleneck.cause)}"
+    )
+
+
+def several_text(found: Sequence[Bottleneck]) -> str:
+    first = found[0]
+    names = listed([one.label for one in found], NAMED)
+    shares = [one.shares[first.main_share] for one in found]
+    low, high = formatting.share(min(shares)), formatting.share(max(shares))
+    span = low if low == high else f"{low} to {high}"
+    cause = ""
+    if first.cause is not None:
+        wires = [one.wire.seconds for one in found if one.wire is not None]
+        cause = (
+            f"; the bytes take at most {formatting.seconds(max(wires))} on the measured link,"
+            f" so the likely cause is {_communication_cause(first.cause)}"
+        )
+    return f"{names}: {SHARES[first.main_share]} is {span} of each iteration{cause}."
+
+
+def _communication_cause(cause: CommunicationCause) -> str:
+    if cause.cpu_quota is not None:
+        quota = f"{cause.cpu_quota:g}"
+        return f"the CPU quota of {quota} cores per node (processes wait to be scheduled)"
+    if cause.cores is not None:
+        return f"CPU contention: {cause.threads} threads of the workers share {cause.cores:g} cores"
+    return "scheduling or communication software, not the link"
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return "; ".join(names[:most]) + more

@@ -1,0 +1,216 @@
+"""The sentences about a profiled script: what slows it down, and what to change where."""
+
+from __future__ import annotations
+
+from paceline import formatting
+from paceline.analysis import script_findings as found
+from paceline.analysis.script_findings import ScriptFinding
+from paceline.analysis.script_profile import Line
+from paceline.analysis.slow_rank import SlowRank, WaitsForCore
+from paceline.report.bottleneck_wording import shares_text
+
+SUBJECTS: dict[type, str] = {
+    SlowRank: "Straggler",
+    WaitsForCore: "Straggler without a core",
+    found.NoLoaderWorkers: "DataLoader without workers",
+    found.SlowInput: "Slow input",
+    found.BlockingCall: "Blocking call",
+    found.TooManyThreads: "Too many threads",
+    found.SmallBuckets: "Small buckets",
+    found.NeedlessSearch: "find_unused_parameters",
+    found.Imbalance: "Imbalance",
+    found.CheckpointStalls: "Checkpoints",
+    found.GrowingMemory: "Growing memory",
+}
+CODE_MAX = 48
+"""Characters of a line of the script."""
+
+
+def subject(one: ScriptFinding) -> str:
+    if isinstance(one, found.StepBound):
+        return one.bottleneck.kind.capitalize()
+    return SUBJECTS[type(one)]
+
+
+def sentence(one: ScriptFinding) -> str:
+    """What was measured."""
+    share = formatting.share(one.share)
+    match one:
+        case SlowRank():
+            ratio = f"{one.seconds / one.others_seconds:.2f}" if one.others_seconds else "many"
+            since = "from the beginning" if one.since is None else f"since step {one.since:,}"
+            return (
+                f"rank {one.rank}{_on(one.host)} takes {formatting.seconds(one.seconds)} per step"
+                f" without communication, {ratio} times as long as the others"
+                f" ({formatting.seconds(one.others_seconds)}), mostly in {one.phase}, {since};"
+                f" the others wait {share} of each step for it."
+            )
+        case WaitsForCore():
+            return (
+                f"rank {one.rank}{_on(one.host)} waits {formatting.seconds(one.queue_seconds)} per"
+                f" step for a core, and the others wait {share} of each step for it."
+            )
+        case found.NoLoaderWorkers():
+            return (
+                f"each training process makes its batches itself, which takes"
+                f" {formatting.seconds(one.seconds)}, {share} of each step{_at(one.line)}."
+            )
+        case found.SlowInput():
+            return (
+                f"steps wait {formatting.seconds(one.seconds)} for a batch, {share} of the step"
+                f" time, with num_workers={one.workers}{_at(one.line)}."
+            )
+        case found.BlockingCall():
+            return _blocking(one, share)
+        case found.TooManyThreads():
+            return (
+                f"{one.ranks} ranks with {one.threads} threads each{_on(one.host)} share"
+                f" {one.cores} cores: threads wait for a core for {share} of the CPU time that they"
+                " need."
+            )
+        case found.SmallBuckets():
+            what = "DDP exchanges" if one.is_ddp else "the script all-reduces"
+            return (
+                f"{what} gradients in {one.per_step:.0f} parts of"
+                f" {formatting.size(one.mean_bytes)} per step; exposed communication is {share} of"
+                f" the step time{_at(one.line)}."
+            )
+        case found.NeedlessSearch():
+            return (
+                f"DDP searches for unused parameters after every forward pass and finds none:"
+                f" {formatting.seconds(one.seconds)}, {share} of each step{_at(one.line)}."
+            )
+        case found.Imbalance():
+            return (
+                f"ranks wait {formatting.seconds(one.seconds)} per step for one another, {share} of"
+                " the step time, but none of them is always the slowest."
+            )
+        case found.CheckpointStalls():
+            return (
+                f"{one.count} checkpoints block training for {formatting.seconds(one.seconds)}"
+                f" each, {share} of the time{_at(one.line)}."
+            )
+        case found.GrowingMemory():
+            return (
+                f"{'GPU memory' if one.is_gpu else 'memory'} of rank {one.rank} grew from"
+                f" {formatting.size(one.begin_bytes)} to {formatting.size(one.end_bytes)} in the"
+                f" second half of the run, by {formatting.size(one.bytes_per_step)} per step."
+            )
+        case found.StepBound():
+            return f"{shares_text(one.bottleneck)}."
+
+
+def _blocking(one: found.BlockingCall, share: str) -> str:
+    times = "" if round(one.per_step, 1) == 1 else f" {one.per_step:.1f} times"
+    if one.is_costly:
+        return (
+            f"`{one.call}` is called{times} in every step and blocks it for"
+            f" {formatting.seconds(one.seconds)}, {share} of the step time{_at(one.line)}."
+        )
+    return (
+        f"`{one.call}` is called{times} in every step{_at(one.line)}. It takes"
+        f" {formatting.seconds(one.seconds)} here, but on a GPU it waits for all queued work."
+    )
+
+
+def remedy(one: ScriptFinding) -> str:
+    """What to change; empty where nothing follows from the finding."""
+    match one:
+        case SlowRank(phase="input"):
+            return (
+                f"Compare the storage and the data of rank {one.rank} with those of the others:"
+                f" its batches take longer{_in(one.line)}."
+            )
+        case SlowRank(phase="other"):
+            return (
+                f"Look for code that only rank {one.rank} runs between its steps, such as logging."
+            )
+        case SlowRank():
+            return (
+                f"Compare the machine of rank {one.rank} with the others (clock, temperature, other"
+                " processes), or give that rank smaller batches."
+            )
+        case WaitsForCore():
+            return f"End other processes{_on(one.host)}, or use fewer ranks or threads there."
+        case found.NoLoaderWorkers():
+            cores = (
+                ""
+                if one.spare_cores
+                else " All cores are in use: this helps as far as the input waits for storage."
+            )
+            return (
+                "Set num_workers of the DataLoader, so that batches are made while the model"
+                f" computes{_in(one.line)}.{cores}"
+            )
+        case found.SlowInput():
+            return (
+                f"Use more than num_workers={one.workers}, or make batches cheaper to"
+                f" load{_in(one.line)}."
+            )
+        case found.BlockingCall() if one.call.startswith("dist."):
+            return (
+                f"Call `{one.call}` every 50 steps, or with async_op=True and wait a step"
+                f" later{_in(one.line)}."
+            )
+        case found.BlockingCall():
+            return (
+                "Read values back every 50 steps: add them up in a tensor with"
+                f" `detach()` until then{_in(one.line)}."
+            )
+        case found.TooManyThreads():
+            return _fewer_threads(one)
+        case found.SmallBuckets(is_ddp=True):
+            return f"Use larger buckets: bucket_cap_mb is 25 by default{_in(one.line)}."
+        case found.SmallBuckets():
+            return (
+                "All-reduce one flat tensor instead of many small ones, or use"
+                f" DistributedDataParallel{_in(one.line)}."
+            )
+        case found.NeedlessSearch():
+            return f"Remove find_unused_parameters=True{_in(one.line)}."
+        case found.Imbalance():
+            return "Give all ranks batches of equal cost, such as sequences of similar length."
+        case found.CheckpointStalls():
+            return (
+                "Save less often, or in the background with"
+                f" `torch.distributed.checkpoint.async_save`{_in(one.line)}."
+            )
+        case found.GrowingMemory():
+            return (
+                "Look for tensors that are kept from step to step: a list of losses keeps their"
+                " graphs, unless each is detached."
+            )
+        case found.StepBound() if one.bottleneck.main_share == "communication":
+            return (
+                "Communicate less: larger batches, gradient accumulation with `no_sync()`, or a"
+                " communication hook of DDP such as bf16_compress_hook."
+            )
+        case found.StepBound():
+            return ""
+
+
+def _fewer_threads(one: found.TooManyThreads) -> str:
+    fitting = one.cores // one.ranks
+    if not fitting:
+        return f"Start at most {one.cores} ranks{_on(one.host)}."
+    how = "Set" if one.is_default else "Change"
+    return (
+        f"{how} OMP_NUM_THREADS={fitting}, or call torch.set_num_threads({fitting}): each of"
+        f" {one.ranks} ranks gets its share of the {one.cores} cores."
+    )
+
+
+def _on(host: str) -> str:
+    return f" on {host}" if host else ""
+
+
+def _at(line: Line | None) -> str:
+    """The place of a finding with its code."""
+    if line is None:
+        return ""
+    code = line.code if len(line.code) <= CODE_MAX else f"{line.code[: CODE_MAX - 1]}…"
+    return f" ({line.text}: `{code}`)" if code else f" ({line.text})"
+
+
+def _in(line: Line | None) -> str:
+    return f" ({line.text})" if line else ""

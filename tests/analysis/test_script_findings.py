@@ -1,0 +1,217 @@
+"""Findings about profiled scripts, each from records that show its fault and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.analysis import script_findings as found
+from paceline.analysis.script_findings import ScriptFinding, find_in_script, is_fault
+from paceline.analysis.slow_rank import SlowRank, WaitsForCore
+from paceline.report import script_wording
+from tests.support.script_records import BALANCED, SCRIPT, FakeScript, line, write_script
+
+WAITS = {**BALANCED, "wait": 0.003}
+"""A rank that waits for a slower one."""
+
+
+def faults(root: Path, script: FakeScript) -> list[ScriptFinding]:
+    return [one for one in find_in_script(write_script(root, script)) if is_fault(one)]
+
+
+def only_fault(root: Path, script: FakeScript) -> Any:
+    (one,) = faults(root, script)
+    text = f"{script_wording.sentence(one)} {script_wording.remedy(one)}"
+    assert "None" not in text
+    assert "nan" not in text
+    return one
+
+
+def call(name: str, count: int, seconds: float, **values: Any) -> dict[str, Any]:
+    steps = values.pop("steps", count)
+    return {
+        "call": name, **line(23, "total += loss.item()"), "count": count, "steps": steps,
+        "seconds": seconds, "bytes": 0, **values,
+    }  # fmt: skip
+
+
+def test_a_balanced_run_has_no_fault_but_a_bottleneck(tmp_path: Path) -> None:
+    run = write_script(tmp_path, FakeScript())
+    (one,) = find_in_script(run)
+    assert isinstance(one, found.StepBound)
+    assert one.bottleneck.kind == "compute-bound"
+
+
+@pytest.mark.parametrize("phase", ["input", "forward", "backward", "other"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_straggler_is_named_with_its_rank_and_phase(
+    tmp_path: Path, rank: int, phase: str
+) -> None:
+    slow = {**BALANCED, phase: BALANCED.get(phase, 0.0) + 0.003}
+    phases = [slow, WAITS] if rank == 0 else [WAITS, slow]
+    one = only_fault(tmp_path, FakeScript(phases))
+    assert isinstance(one, SlowRank)
+    assert (one.rank, one.phase, one.since) == (rank, phase, None)
+    assert one.share == pytest.approx(0.003 / 0.013, rel=0.01)
+    assert (one.line is not None) == (phase == "input")
+
+
+def test_a_straggler_is_dated(tmp_path: Path) -> None:
+    slow = {**BALANCED, "forward": 0.007}
+    one = only_fault(tmp_path, FakeScript(later=[WAITS, slow], since=140))
+    assert isinstance(one, SlowRank)
+    assert one.since is not None
+    assert abs(one.since - 140) <= 20
+
+
+def test_a_slow_block_is_no_straggler(tmp_path: Path) -> None:
+    slow = {**BALANCED, "forward": 0.007}
+    # Only the last two blocks.
+    assert not faults(tmp_path, FakeScript(later=[WAITS, slow], since=170))
+
+
+def test_a_slow_rank_that_nobody_waits_for_is_no_straggler(tmp_path: Path) -> None:
+    assert not faults(tmp_path, FakeScript([BALANCED, {**BALANCED, "forward": 0.007}]))
+
+
+def test_a_rank_that_waits_for_a_core_is_not_blamed(tmp_path: Path) -> None:
+    slow = {**BALANCED, "forward": 0.007}
+    growth = [{}, {"main_queue_seconds": 0.0025}]
+    one = only_fault(tmp_path, FakeScript([WAITS, slow], growth=growth))
+    assert isinstance(one, WaitsForCore)
+    assert one.rank == 1
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_slow_input_of_all_ranks(tmp_path: Path, workers: int) -> None:
+    loader = {**line(15, "loader = DataLoader(data)"), "workers": workers, "batch_size": 32,
+              "batches": 200, "seconds": 1.0}  # fmt: skip
+    phases = [{**BALANCED, "input": 0.005}] * 2
+    one = only_fault(tmp_path, FakeScript(phases, facts=[{"loaders": [loader]}] * 2))
+    assert isinstance(one, found.SlowInput if workers else found.NoLoaderWorkers)
+    assert one.line is not None
+    assert one.line.text == "train.py:15"
+    assert one.share == pytest.approx(1 / 3, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "seconds", "values", "is_costly"),
+    [
+        ("Tensor.item", 0.2, {}, True),
+        ("Tensor.item", 0.001, {}, False),
+        ("dist.all_reduce", 0.2, {"bytes": 200 * 4}, True),
+        ("dist.barrier", 0.2, {}, True),
+    ],
+)
+def test_a_blocking_call_in_every_step_is_named_by_its_line(
+    tmp_path: Path, name: str, seconds: float, values: dict[str, Any], is_costly: bool
+) -> None:
+    script = FakeScript(facts=[{}, {"calls": [call(name, 200, seconds, **values)]}])
+    named = find_in_script(write_script(tmp_path, script))
+    (one,) = (one for one in named if isinstance(one, found.BlockingCall))
+    assert (one.call, one.line.text, one.is_costly) == (name, "train.py:23", is_costly)
+    assert one.seconds == pytest.approx(seconds / 200)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("Tensor.item", {"steps": 20}),
+        ("dist.all_reduce", {"bytes": 200 * 1_000_000}),
+        ("torch.save", {}),
+    ],
+    ids=["every tenth step", "gradients", "checkpoint"],
+)
+def test_other_calls_are_not_blocking(tmp_path: Path, name: str, values: dict[str, Any]) -> None:
+    script = FakeScript(facts=[{"calls": [call(name, 200, 0.2, **values)]}, {}])
+    named = find_in_script(write_script(tmp_path, script))
+    assert not any(isinstance(one, found.BlockingCall) for one in named)
+
+
+def test_too_many_threads_need_evidence(tmp_path: Path) -> None:
+    facts = [{"threads": 2, "omp_num_threads": None}] * 2
+    assert not faults(tmp_path / "quiet", FakeScript(facts=facts))
+    growth = [{"queue_seconds": 0.004}] * 2
+    one = only_fault(tmp_path / "busy", FakeScript(facts=facts, growth=growth))
+    assert isinstance(one, found.TooManyThreads)
+    assert (one.ranks, one.threads, one.cores, one.is_default) == (2, 2, 2, True)
+    assert "OMP_NUM_THREADS=1" in script_wording.remedy(one)
+
+
+def test_threads_that_fit_are_not_too_many(tmp_path: Path) -> None:
+    assert not faults(tmp_path, FakeScript(growth=[{"queue_seconds": 0.004}] * 2))
+
+
+def test_small_buckets_of_exposed_communication(tmp_path: Path) -> None:
+    phases = [{**BALANCED, "exchange": 0.003}] * 2
+    model = {**line(9, "net = DDP(net, bucket_cap_mb=0.1)"), "bucket_bytes": [100_000] * 30,
+             "find_unused_parameters": False}  # fmt: skip
+    script = FakeScript(phases, facts=[{"ddp_models": [model]}] * 2)
+    one = only_fault(tmp_path, script)
+    assert isinstance(one, found.SmallBuckets)
+    assert one.is_ddp
+    assert (one.per_step, one.mean_bytes) == (30, 100_000)
+
+
+def test_all_reduces_of_single_parameters(tmp_path: Path) -> None:
+    phases = [{**BALANCED, "exchange": 0.003}] * 2
+    calls = [call("dist.all_reduce", 4000, 0.6, steps=200, bytes=4000 * 50_000)]
+    one = only_fault(tmp_path, FakeScript(phases, facts=[{"calls": calls}] * 2))
+    assert isinstance(one, found.SmallBuckets)
+    assert not one.is_ddp
+    assert (one.per_step, one.mean_bytes) == (20, 50_000)
+
+
+@pytest.mark.parametrize(("unused_bytes", "count"), [(0, 1), (1000, 0)])
+def test_find_unused_parameters_is_named_if_all_are_used(
+    tmp_path: Path, unused_bytes: int, count: int
+) -> None:
+    model = {**line(9, "net = DDP(net)"), "bucket_bytes": [5_000_000], "searches": 200,
+             "find_unused_parameters": True, "unused_bytes": unused_bytes,
+             "search_seconds": 0.1}  # fmt: skip
+    named = faults(tmp_path, FakeScript(facts=[{"ddp_models": [model]}] * 2))
+    assert [type(one) for one in named] == [found.NeedlessSearch] * count
+
+
+def test_ranks_that_wait_in_turn_are_imbalanced(tmp_path: Path) -> None:
+    one = only_fault(tmp_path, FakeScript([{**BALANCED, "wait": 0.004}] * 2))
+    assert isinstance(one, found.Imbalance)
+    assert one.share == pytest.approx(0.004 / 0.014)
+
+
+def test_contention_explains_waiting(tmp_path: Path) -> None:
+    nodes = [{"node": 0, "cpu_percent_mean": 100.0, "machine_cpu_percent_mean": 96.0}]
+    script = FakeScript([{**BALANCED, "wait": 0.004}] * 2, more={"nodes": nodes})
+    assert not find_in_script(write_script(tmp_path, script))
+
+
+def test_checkpoints_that_block_training(tmp_path: Path) -> None:
+    run = write_script(
+        tmp_path,
+        FakeScript(
+            facts=[{"calls": [call("torch.save", 4, 0.4, steps=4)]}, {}],
+            more={"checkpoints": {"count": 4, "bytes": 0, "blocked_seconds": 0.4}},
+        ),
+    )
+    assert run.result is not None
+    run.result["workers"][0]["phases"]["checkpoint"] = 0.4
+    (one,) = (one for one in find_in_script(run) if is_fault(one))
+    assert isinstance(one, found.CheckpointStalls)
+    assert (one.count, one.seconds) == (4, 0.1)
+    assert one.line is not None
+    assert one.line.file == SCRIPT
+
+
+def test_memory_that_grows_until_the_end(tmp_path: Path) -> None:
+    script = FakeScript(block=10, growth=[{"rss_bytes": 2_000_000}, {}])
+    one = only_fault(tmp_path, script)
+    assert isinstance(one, found.GrowingMemory)
+    assert one.rank == 0
+    assert one.bytes_per_step == pytest.approx(2_000_000)
+
+
+def test_few_steps_show_nothing(tmp_path: Path) -> None:
+    slow = {**BALANCED, "forward": 0.02}
+    assert not find_in_script(write_script(tmp_path, FakeScript([WAITS, slow], steps=19, block=5)))
