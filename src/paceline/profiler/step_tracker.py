@@ -31,6 +31,8 @@ from torch.optim import Optimizer
 from paceline.measure.phase_clock import PhaseClock, clock_for
 
 SEQUENCES = (list, tuple)
+NOT_INTERRUPTED = frozenset(("input", "backward", "checkpoint"))
+"""Phases that contain whatever a script does in them."""
 OTHERS_MAX = 16
 """Steps of other optimizers after which the one that ended steps counts as no longer used."""
 
@@ -95,14 +97,13 @@ class StepTracker:
         # The clock's marks must not become part of a CUDA graph.
         return not (self._is_on_gpu and torch.cuda.is_current_stream_capturing())
 
-    def _enter(self, phase: str) -> None:
+    def _enter_after_interruption(self, phase: str) -> None:
         """Enter a phase of the step; it begins the step unless that has begun."""
-        self._is_after_backward = False
-        if self._is_interrupted and not self._computes:
+        if self._computes:
+            self.clock.enter(phase)
+        else:
             self._is_interrupted = False
             self.clock.begin_step(phase)
-        else:
-            self.clock.enter(phase)
 
     def _relabel(self, phase: str) -> None:
         """Change the phase that is about to end."""
@@ -111,7 +112,7 @@ class StepTracker:
     def begin_input(self, iterator: object) -> bool:
         """A batch is requested; returns whether `end_input` must follow."""
         phase = self.clock.phase
-        if phase in ("input", "backward", "checkpoint") or not self.is_in_thread():
+        if phase in NOT_INTERRUPTED or not self.is_in_thread():
             return False
         if self._maybe_evaluation and phase == "forward":
             # No backward pass followed.
@@ -121,7 +122,11 @@ class StepTracker:
         if not torch.is_grad_enabled() or self._evaluation_iterator == id(iterator):
             self._enter_evaluation()
             return False
-        self._enter("input")
+        self._is_after_backward = False
+        if self._is_interrupted:
+            self._enter_after_interruption("input")
+        else:
+            self.clock.enter("input")
         return True
 
     def end_input(self, iterator: object, batch: object) -> None:
@@ -139,28 +144,32 @@ class StepTracker:
         """A module is called while no model is training."""
         if not self.is_in_thread():
             return
-        if self.clock.phase != "evaluate":
-            self._count_modules(model)
+        clock = self.clock
+        phase = clock.phase
+        if phase != "evaluate":
+            self.module_calls += self._modules.get(id(model)) or self._count_modules(model)
         has_batch, self._has_batch = self._has_batch, False
         if torch.is_grad_enabled() or model.training:
-            if self.clock.phase == "evaluate" and self._evaluation_iterator == self._iterator:
+            if phase == "evaluate" and self._evaluation_iterator == self._iterator:
                 # A model without gradients was called for the training batch, such as a teacher.
                 self._relabel("forward")
                 self._is_interrupted = False
             self._evaluation_iterator = 0
             self._maybe_evaluation = not model.training and not self._stepping
-            self._enter("forward")
+            self._is_after_backward = False
+            if self._is_interrupted:
+                self._enter_after_interruption("forward")
+            else:
+                clock.enter("forward")
             self._computes = True
-        elif self.clock.phase != "evaluate":
+        elif phase != "evaluate":
             if has_batch:
                 self._evaluation_iterator = self._iterator
             self._enter_evaluation()
 
-    def _count_modules(self, model: nn.Module) -> None:
-        modules = self._modules.get(id(model))
-        if modules is None:
-            modules = self._modules[id(model)] = sum(1 for _ in model.modules())
-        self.module_calls += modules
+    def _count_modules(self, model: nn.Module) -> int:
+        modules = self._modules[id(model)] = sum(1 for _ in model.modules())
+        return modules
 
     def begin_backward(self, outputs: Any, accumulates: bool) -> str | None:
         """Returns the phase after it; None if it is part of another one.
@@ -168,12 +177,15 @@ class StepTracker:
         `accumulates`: whether gradients are accumulated in parameters, not returned.
         """
         phase = self.clock.phase
-        if phase in ("input", "backward", "checkpoint") or not self.is_in_thread():
+        if phase in NOT_INTERRUPTED or not self.is_in_thread():
             return None
         if phase == "other":
             # A compiled function or a functional model is not called as a module.
             self._relabel("forward")
-        self._enter("backward")
+        if self._is_interrupted:
+            self._enter_after_interruption("backward")
+        else:
+            self.clock.enter("backward")
         self._computes = True
         if not accumulates:
             return phase
@@ -208,7 +220,10 @@ class StepTracker:
         if self._is_after_backward and phase == "other":
             # Unscaling and clipping of gradients.
             self._relabel("update")
-        self._enter("update")
+        if self._is_interrupted:
+            self._enter_after_interruption("update")
+        else:
+            self.clock.enter("update")
 
     def _use_device_of(self, optimizer: Optimizer) -> None:
         device = self._device_of(optimizer)
@@ -229,7 +244,8 @@ class StepTracker:
         if self._stepping[0] != id(optimizer):
             return
         self._stepping.clear()
-        if self._ends_step(optimizer):
+        is_known = optimizer is self._last_optimizer() and not self._is_manual
+        if is_known or self._ends_step(optimizer):
             self.end_step(self._phase_after_update)
         else:
             self.clock.enter(self._phase_after_update)
@@ -252,15 +268,15 @@ class StepTracker:
             # Of those that step in an iteration, the last one appears last.
             self._optimizers.add(optimizer)
             self._last_optimizer = ref(optimizer)
-        self._steps_of_others = 0
         return True
 
     def end_step(self, phase: str = "other") -> None:
         """End the step; the next one begins now unless evaluation or a checkpoint comes first."""
         if self._is_interrupted:
-            self._enter("other")
+            self._enter_after_interruption("other")
         self.clock.next_step(phase)
         self._computes = self._is_interrupted = self._is_after_backward = False
+        self._steps_of_others = 0
         self.parts_of_first += not self.steps
         self.steps += 1
         self._on_step()
@@ -291,6 +307,8 @@ class StepTracker:
 
 def count_samples(batch: object) -> int:
     """The length of the first tensor of a batch; 0 if it has none."""
+    if isinstance(batch, SEQUENCES) and batch and isinstance(batch[0], Tensor):
+        batch = batch[0]
     if isinstance(batch, Tensor):
         shape = batch.shape
         return shape[0] if shape else 0
