@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.comm.communicator import Communicator
 from paceline.comm.torch_distributed import TorchCommunicator
 from paceline.measure.phase_clock import PhaseClock
+from paceline.profiler import collectives
 from paceline.profiler.collective_log import OPERATIONS, read_logs
 from paceline.profiler.collectives import CollectiveRecorder
 
@@ -123,6 +125,12 @@ def ddp(rank: int, clock: PhaseClock, kind: str) -> list[Tensor]:
     model = Branches() if kind == "unused" else model_of()
     wrapped = DistributedDataParallel(model, **options[kind])
     return _train(rank, clock, wrapped, torch.optim.SGD(wrapped.parameters(), 0.1, momentum=0.9))
+
+
+def ddp_without_callbacks(rank: int, clock: PhaseClock) -> list[Tensor]:
+    """As in a long run, where the exact end is known of few collectives."""
+    with mock.patch.multiple(collectives, EXACT_FIRST=0, EXACT_SHARE=1 << 60):
+        return ddp(rank, clock, "buckets")
 
 
 def fsdp(rank: int, clock: PhaseClock) -> list[Tensor]:

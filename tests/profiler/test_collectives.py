@@ -14,8 +14,10 @@ import torch
 from paceline.profiler.collective_log import (
     ASYNC,
     BACKWARD,
+    EXPOSED,
     FAILED,
     OPERATIONS,
+    POLLED,
     RankCollectives,
     read_logs,
 )
@@ -50,6 +52,7 @@ def operations(log: RankCollectives, **kept: int) -> Counter[str]:
 PROGRAMS = {
     "ddp": (programs.ddp, "plain"),
     "ddp buckets": (programs.ddp, "buckets"),
+    "ddp without callbacks": (programs.ddp_without_callbacks,),
     "ddp unused": (programs.ddp, "unused"),
     "ddp static": (programs.ddp, "static"),
     "fsdp": (programs.fsdp,),
@@ -90,6 +93,18 @@ def test_ddp_exchanges_its_buckets_in_the_backward_pass(pool: WorkerPool, tmp_pa
         assert backward["bytes"].sum() == programs.STEPS * parameters
         last = backward[-len(model["bucket_bytes"]) :]
         assert last["bytes"].tolist() == model["bucket_bytes"]
+
+
+def test_what_blocks_the_program_has_an_exact_end(pool: WorkerPool, tmp_path: Path) -> None:
+    _, logs, phases = record(pool, tmp_path, programs.ddp_without_callbacks)
+    for rank, log in logs.items():
+        gradients = log.records[(log.records["flags"] & BACKWARD) != 0]
+        is_exposed = (gradients["flags"] & EXPOSED) != 0
+        is_polled = (gradients["flags"] & POLLED) != 0
+        assert is_exposed.any()
+        assert not (is_exposed & is_polled).any()
+        measured = exposed(log.records).seconds
+        assert phases[rank]["exchange"] == pytest.approx(measured, rel=0.1, abs=0.02)
 
 
 def test_bytes_are_those_of_the_formula(pool: WorkerPool, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from paceline.profiler.collective_log import (
     EXPOSED,
     OPERATIONS,
+    POLLED,
     CollectiveLog,
     Counts,
     RankCollectives,
@@ -201,3 +202,14 @@ def test_a_restarted_rank_has_a_log_of_its_own(tmp_path: Path) -> None:
         log.add(0, 0, 0, 0, 1, Counts(), -1, 1.0)
         log.close()
     assert [list(logs) for logs in read_logs(tmp_path)] == [[3], [3]]
+
+
+def test_ends_of_overlapped_collectives_are_estimated_from_exact_ones(tmp_path: Path) -> None:
+    log = CollectiveLog(tmp_path, 0)
+    log.describe("group", index=0, name="0", incarnation=0, ranks=[0], backend="gloo")
+    for number, (end, flags) in enumerate([(11.0, 0), (29.0, POLLED), (30.5, POLLED)]):
+        position = log.add(0, 0, flags, number, 64, Counts(), -1, 10.0 * (number + 1))
+        log.end(position, end)
+    log.close()
+    (logs,) = read_logs(tmp_path)
+    assert logs[0].records["end"].tolist() == [11.0, 21.0, 30.5]

@@ -73,6 +73,14 @@ class BackwardPasses:
         if known.is_on_gpu:
             # The phase ends when the GPU has done what DDP makes it wait for.
             clock.enter("exchange")
+        for position, future in known.collectives:
+            if future is None:
+                continue
+            if future.done():
+                self._recorder.has_ended(position, known.computed)
+            else:
+                # While DDP waits, the callback disturbs nobody.
+                future.add_done_callback(self._recorder.ender(None, position))
         Variable._execution_engine.queue_callback(lambda: self._synchronized(task))
 
     def _synchronized_(self, task: int) -> None:

@@ -79,7 +79,9 @@ class BlockedThread:
             if records:
                 now = self.program.clock.enter(before)
                 for log, position in records:
-                    log.block(position, self._section_began, log.ended(position) or now)
+                    if not log.ended(position):
+                        log.end(position, now)
+                    log.block(position, self._section_began, log.ended(position))
 
         def function(*args: Any, **kwargs: Any) -> Any:
             before = begin()

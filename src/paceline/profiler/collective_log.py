@@ -42,10 +42,10 @@ OPERATIONS = (
 )
 """A record holds the index."""
 
-ASYNC, BACKWARD, FAILED, EXPOSED, BUFFERS = 1, 2, 4, 8, 16
+ASYNC, BACKWARD, FAILED, EXPOSED, BUFFERS, POLLED = 1, 2, 4, 8, 16, 32
 """Flags: the call did not wait for the operation; the autograd engine issued it; it raised an
 exception; the program's thread was blocked from `blocked_began` to `blocked_ended`; DDP broadcasts
-its buffers."""
+its buffers; it had ended some time before `end`."""
 
 RECORD = np.dtype(
     [
@@ -262,7 +262,8 @@ def read_log(path: Path, rank: int, attempt: int = 0) -> RankCollectives:
     content = path.read_bytes()
     records = np.frombuffer(content[: len(content) // SIZE * SIZE], RECORD)
     records = records[records["arrival"] > 0]
-    log = RankCollectives(rank, attempt, "", records[np.argsort(records["arrival"], kind="stable")])
+    records = _refined(records[np.argsort(records["arrival"], kind="stable")])
+    log = RankCollectives(rank, attempt, "", records)
     models: dict[int, dict[str, Any]] = {}
     for line in read_lines(path.with_suffix(".jsonl")):
         match line.get("event"):
@@ -279,3 +280,21 @@ def read_log(path: Path, rank: int, attempt: int = 0) -> RankCollectives:
                 models[line["model"]] = line
     log.ddp = list(models.values())
     return log
+
+
+def _refined(records: Records) -> Records:
+    """Estimate when overlapped collectives ended, from similar ones whose end is known exactly."""
+    is_done = records["end"] > 0
+    is_polled = is_done & ((records["flags"] & POLLED) != 0)
+    if not is_polled.any():
+        return records
+    records = records.copy()
+    _, kinds = np.unique(records[["group", "operation", "bytes"]], return_inverse=True)
+    for kind in np.unique(kinds[is_polled]):
+        own = kinds == kind
+        exact = records[own & is_done & ~is_polled]
+        if len(exact):
+            rows = own & is_polled
+            typical = records["arrival"][rows] + np.median(exact["end"] - exact["arrival"])
+            records["end"][rows] = np.minimum(records["end"][rows], typical)
+    return records

@@ -35,19 +35,21 @@ class Operation:
     def is_message(self) -> bool:
         return self.name in ("send", "recv")
 
-    def size_bytes(self, args: tuple[Any, ...], world_size: int) -> int:
-        """Bytes of the whole tensor."""
+    def measure(self, args: tuple[Any, ...]) -> tuple[Tensor | None, int]:
+        """The first tensor of the argument, and the bytes of all of them."""
         if self.tensors is None:
-            return 0
-        return _nbytes(args[self.tensors]) * (world_size if self.is_part else 1)
-
-    def first_tensor(self, args: tuple[Any, ...]) -> Tensor | None:
-        tensors = [] if self.tensors is None else args[self.tensors]
+            return None, 0
+        tensors = args[self.tensors]
+        if type(tensors) is list and len(tensors) == 1:
+            tensors = tensors[0]
+        if isinstance(tensors, Tensor):
+            return tensors, _nbytes(tensors)
+        size_bytes = _nbytes(tensors)
         while not isinstance(tensors, Tensor):
             if not tensors:
-                return None
+                return None, 0
             tensors = tensors[0]
-        return tensors
+        return tensors, size_bytes
 
     def peer(self, args: tuple[Any, ...]) -> int:
         """The root, or the other rank of a message, in a call of a method; -1 if there is none."""

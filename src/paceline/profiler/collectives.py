@@ -35,12 +35,25 @@ from torch.distributed import distributed_c10d
 from paceline.profiler import collective_operations
 from paceline.profiler.backward_passes import BackwardPasses
 from paceline.profiler.blocked_thread import BlockedThread, Program
-from paceline.profiler.collective_log import ASYNC, BACKWARD, FAILED, CollectiveLog
+from paceline.profiler.collective_log import (
+    ASYNC,
+    BACKWARD,
+    FAILED,
+    POLLED,
+    SIZE,
+    CollectiveLog,
+    Counts,
+)
 from paceline.profiler.collective_operations import Operation, transfer_counts
 from paceline.profiler.ddp import DdpModels
 from paceline.profiler.gloo_threads import wait_until_idle
 from paceline.profiler.hooks import Guard, Hooks
 from paceline.profiler.python_groups import PythonGroups
+
+EXACT_FIRST, EXACT_SHARE = 64, 8
+"""The exact end is known of the first operations of a process, and of one in eight after them: a
+callback costs the program about 30 us, because a thread of the process group needs the GIL. Of
+what the program waits for, it is always known."""
 
 MAX_PENDING = 512
 """Operations whose end is not known, and for which the program may still wait."""
@@ -70,6 +83,12 @@ class _Group:
     sequence: count[int] = field(default_factory=count)
     messages: dict[tuple[str, int], count[int]] = field(default_factory=dict)
     """Sequence numbers of messages by direction and peer."""
+    counts: dict[tuple[Any, ...], Counts] = field(default_factory=dict)
+    """Of the operations so far, by operation, size, peer and dtype."""
+
+
+_Arrival = tuple[int, Tensor | None, bool]
+"""Position in the log, the first tensor, and whether the call does not wait."""
 
 
 class Pending(NamedTuple):
@@ -99,8 +118,8 @@ class CollectiveRecorder:
         self._groups: dict[str, _Group] = {}
         self._group_numbers = count()
         self._incarnations: dict[str, count[int]] = {}
-        self._on_gpu: deque[Pending] = deque(maxlen=MAX_PENDING)
-        """In the order of their start; completed ones are removed when the next one starts."""
+        self._polled: deque[Pending] = deque(maxlen=MAX_PENDING)
+        """Those without a callback at their end, in the order of their start."""
         self._models = DdpModels(self)
         self._backward_passes = BackwardPasses(self, self._models)
         self.python_groups = PythonGroups(self)
@@ -131,11 +150,12 @@ class CollectiveRecorder:
         self._libraries.clear()
         if self.log is not None:
             wait_until_idle()
+            self.guard(self._poll)()
             # Later callbacks see that it is closed.
             log, self.log = self.log, None
             log.close()
         self.pending.clear()
-        self._on_gpu.clear()
+        self._polled.clear()
 
     # Kernels
 
@@ -156,39 +176,39 @@ class CollectiveRecorder:
         inside, blocked = self.python_groups.inside, self.blocked
         program = blocked.program
 
-        def is_async(args: tuple[Any, ...]) -> bool:
+        @self.guard
+        def arrive(args: tuple[Any, ...], arrival: float) -> _Arrival:
             # Arguments at the end that have their default value are omitted.
-            return not blocks and (len(args) <= at_async or args[at_async])
-
-        @self.guard
-        def arrive(args: tuple[Any, ...], arrival: float) -> int:
+            is_async = not blocks and (len(args) <= at_async or args[at_async])
             group, peer = group_of(args[at_group]), args[at_peer] if at_peer else -1
-            return self.begin(operation, group, args, peer, is_async(args), arrival)
+            tensor, size_bytes = operation.measure(args)
+            position = self.begin(operation, group, tensor, size_bytes, peer, is_async, arrival)
+            return position, tensor, is_async
 
         @self.guard
-        def launched(result: Any, args: tuple[Any, ...], position: int) -> None:
+        def launched(result: Any, arrived: _Arrival) -> None:
             work = work_of(result if returns_work_only else result[1])
-            self._launched(operation, work, args, position, is_async(args))
+            self._launched(operation, work, *arrived)
 
         def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
             arrival = perf_counter()
             # Recorded before it is issued: a mismatch may end the process at once.
-            position = None if get_ident() in inside else arrive(args, arrival)
-            if position is None:
+            arrived = None if get_ident() in inside else arrive(args, arrival)
+            if arrived is None:
                 return redispatch(keyset & _BELOW, *args, **kwargs)
             before = blocked.enter() if blocks else None
             began = perf_counter()
             try:
                 result = redispatch(keyset & _BELOW, *args, **kwargs)
             except BaseException:
-                self.failed(position)
+                self.failed(arrived[0])
                 raise
             finally:
                 ended = perf_counter()
                 if blocks:
-                    self.leave(before, position, arrival)
+                    self.leave(before, arrived[0], arrival)
             if not blocks:
-                launched(result, args, position)
+                launched(result, arrived)
             program.recorder_seconds += began - arrival + perf_counter() - ended + DISPATCH_SECONDS
             return result
 
@@ -223,12 +243,16 @@ class CollectiveRecorder:
         self,
         operation: Operation,
         group: Any,
-        args: tuple[Any, ...],
+        tensor: Tensor | None,
+        size_bytes: int,
         peer: int,
         is_async: bool,
         arrival: float,
     ) -> int:
-        """Record an arrival; returns the position in the log."""
+        """Record an arrival; returns the position in the log.
+
+        `tensor` is the first one, and `size_bytes` the size of all.
+        """
         known = self._groups.get(group.group_name) or self._add_group(group)
         assert self.log is not None
         if operation.is_message:
@@ -238,11 +262,15 @@ class CollectiveRecorder:
         flags = self._models.flags | (ASYNC if is_async else 0)
         if torch._C._current_graph_task_id() != -1:
             flags |= BACKWARD
-        size_bytes, tensor = operation.size_bytes(args, known.size), operation.first_tensor(args)
-        element_bytes = 1 if tensor is None else tensor.element_size()
-        counts = transfer_counts(
-            operation.name, size_bytes, element_bytes, known.rank, known.size, peer
-        )
+        if operation.is_part:
+            size_bytes *= known.size
+        key = operation.code, size_bytes, peer, tensor is not None and tensor.dtype
+        counts = known.counts.get(key)
+        if counts is None:
+            element_bytes = 1 if tensor is None else tensor.element_size()
+            counts = known.counts[key] = transfer_counts(
+                operation.name, size_bytes, element_bytes, known.rank, known.size, peer
+            )
         position = self.log.add(
             known.index, operation.code, flags, sequence, size_bytes, counts, peer, arrival
         )
@@ -250,18 +278,21 @@ class CollectiveRecorder:
         return position
 
     def _launched(
-        self, operation: Operation, work: Any, args: tuple[Any, ...], position: int, is_async: bool
+        self, operation: Operation, work: Any, position: int, tensor: Tensor | None, is_async: bool
     ) -> None:
-        tensor = operation.first_tensor(args)
         pending = self.hold(work, position, tensor)
+        self._poll()
         future = None
         if tensor is not None and tensor.is_cuda:
-            self._poll_gpu()
-            self._on_gpu.append(pending)
+            # A future of NCCL is completed when the work is launched.
+            self._polled.append(pending)
         elif is_async and not operation.is_message:
             # A message has no future: its end is that of `wait`.
             future = work.get_future()
-            future.add_done_callback(self.ender(work, position))
+            if _is_sampled(position // SIZE):
+                future.add_done_callback(self.ender(work, position))
+            else:
+                self._polled.append(pending)
         if is_async and not self.blocked.is_in_section:
             self._backward_passes.add(position, future)
 
@@ -274,14 +305,17 @@ class CollectiveRecorder:
         self.pending[id(work)] = pending
         return pending
 
-    def _poll_gpu(self) -> None:
-        """A future of NCCL is completed when the work is launched, so this polls the work."""
-        assert self.log is not None
-        while self._on_gpu and self._on_gpu[0].work.is_completed():
-            pending = self._on_gpu.popleft()
+    def _poll(self) -> None:
+        while self._polled and self._polled[0].work.is_completed():
+            pending = self._polled.popleft()
             self.pending.pop(id(pending.work), None)
-            if not self.log.ended(pending.position):
-                self.log.end(pending.position, perf_counter())
+            self.has_ended(pending.position, perf_counter())
+
+    def has_ended(self, position: int, moment: float) -> None:
+        """It ended some time before `moment`."""
+        if self.log is not None and not self.log.ended(position):
+            self.log.end(position, moment)
+            self.log.set_flag(position, POLLED)
 
     def ender(self, work: Any, position: int) -> Callable[[Any], None]:
         """Return a callback for the end, which a thread of the process group calls."""
@@ -310,13 +344,16 @@ class CollectiveRecorder:
 
     def _make_blocking(self, original: Any) -> Any:
         """Make `wait` of Work."""
-        pending = self.pending
+        pending, ended = self.pending, self.guard(self.has_ended)
 
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
             held = pending.pop(id(work), None)
             if held is None:
                 return original(work, *args, **kwargs)
             began = perf_counter()
+            if work.is_completed():
+                ended(held.position, began)
+                return original(work, *args, **kwargs)
             before = self.blocked.enter()
             try:
                 return original(work, *args, **kwargs)
@@ -333,7 +370,14 @@ class CollectiveRecorder:
             return []
         storage = _address(tensor)
         found = [each for each in list(self.pending.values()) if each.storage == storage]
-        return [each for each in found if self.pending.pop(id(each.work), None) is not None]
+        waiting = []
+        for each in found:
+            self.pending.pop(id(each.work), None)
+            if each.work.is_completed():
+                self.has_ended(each.position, perf_counter())
+            else:
+                waiting.append(each)
+        return waiting
 
     # Process groups
 
@@ -372,7 +416,12 @@ class CollectiveRecorder:
         return create
 
 
+def _is_sampled(number: int) -> bool:
+    """Whether the end of an operation is noted exactly; irregular, since buckets repeat."""
+    return number < EXACT_FIRST or (number * 2654435761 >> 16) % EXACT_SHARE == 0
+
+
 def _address(tensor: Tensor | None) -> int:
     if tensor is None or tensor.layout is not torch.strided:
         return 0
-    return tensor.untyped_storage().data_ptr()
+    return tensor.data_ptr()

@@ -47,7 +47,10 @@ class PythonGroups:
 
         @recorder.guard
         def arrive(group: Any, args: tuple[Any, ...], arrival: float) -> int:
-            return recorder.begin(operation, group, args, operation.peer(args), True, arrival)
+            tensor, size = operation.measure(args)
+            return recorder.begin(
+                operation, group, tensor, size, operation.peer(args), True, arrival
+            )
 
         @recorder.guard
         def returned(work: Any, position: int, before: str | None, arrival: float) -> None:
