@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
 
 import numpy as np
 
@@ -57,27 +56,50 @@ def find_slow_rank(profile: ScriptProfile) -> SlowRank | WaitsForCore | None:
     windows = profile.windows
     if windows is None or len(windows.ranks) < 2:
         return None
-    slow = max(
-        (_slowness(windows, row) for row in range(len(windows.ranks))), key=lambda one: one.excess
-    )
-    if slow.begin is None:
+    queue = _queue_seconds(profile.ranks, windows)
+    slow = _slowest(windows, queue)
+    if slow is not None:
+        rank = profile.ranks[slow.row]
+        loaders = sorted(rank.loaders, key=lambda one: -one.seconds)
+        return SlowRank(
+            slow.excess / slow.step_seconds,
+            rank.rank,
+            rank.host,
+            slow.phase,
+            slow.seconds,
+            slow.others_seconds,
+            since=round(windows.steps[slow.begin]) if slow.begin else None,
+            line=loaders[0].line if slow.phase == "input" and loaders else None,
+        )
+    late = _slowest(windows, np.zeros_like(queue))
+    if late is None:
         return None
-    rank = profile.ranks[slow.row]
-    share = slow.excess / slow.step_seconds
-    queue = _queue_excess(profile.ranks, slow.row)
-    if queue is not None and queue >= MOSTLY * slow.excess:
-        return WaitsForCore(share, rank.rank, rank.host, queue)
-    loaders = sorted(rank.loaders, key=lambda one: -one.seconds)
-    return SlowRank(
-        share,
-        rank.rank,
-        rank.host,
-        slow.phase,
-        slow.seconds,
-        slow.others_seconds,
-        since=round(windows.steps[slow.begin]) if slow.begin else None,
-        line=loaders[0].line if slow.phase == "input" and loaders else None,
-    )
+    rank, waited = profile.ranks[late.row], (queue[late.row] - _of_others(queue, late.row))
+    seconds = float(np.median(waited[late.begin :]))
+    return WaitsForCore(late.excess / late.step_seconds, rank.rank, rank.host, seconds)
+
+
+def _queue_seconds(ranks: Sequence[RankFacts], windows: RankWindows) -> Floats:
+    """How long the training thread of each rank waited for a core; 0 where it is not known."""
+    rows = []
+    for rank in ranks:
+        known = [
+            (one.steps, one.main_queue_seconds)
+            for one in rank.samples
+            if one.main_queue_seconds is not None
+        ]
+        steps, totals = zip(*known, strict=True) if known else ((0,), (0.0,))
+        rows.append(np.diff(np.interp(windows.steps, steps, totals)) / np.diff(windows.steps))
+    return np.array(rows)
+
+
+def _slowest(windows: RankWindows, queue: Floats) -> _Slowness | None:
+    found = [
+        one
+        for row in range(len(windows.ranks))
+        if (one := _slowness(windows, queue, row)) is not None
+    ]
+    return max(found, key=lambda one: one.excess, default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,17 +107,18 @@ class _Slowness:
     """How much longer a rank takes than the others, since the window in which that began."""
 
     row: int
-    begin: int | None
-    """None if it is not a straggler."""
+    begin: int
     excess: float
-    seconds: float = 0.0
-    others_seconds: float = 0.0
-    step_seconds: float = 1.0
-    phase: str = ""
+    seconds: float
+    others_seconds: float
+    step_seconds: float
+    phase: str
 
 
-def _slowness(windows: RankWindows, row: int) -> _Slowness:
-    busy, steps = windows.busy, windows.step_seconds
+def _slowness(windows: RankWindows, queue: Floats, row: int) -> _Slowness | None:
+    """None if the rank is no straggler. `queue` does not count as its work."""
+    busy = np.maximum(windows.busy - queue, 0.0)
+    steps = np.maximum(windows.step_seconds - queue.mean(axis=0), 0.0)
     excess = busy[row] - _of_others(busy, row)
     is_slow = (excess >= WAIT_SHARE * steps) & (busy[row] >= SLOWER * _of_others(busy, row))
     begin = next(
@@ -103,17 +126,17 @@ def _slowness(windows: RankWindows, row: int) -> _Slowness:
         None,
     )
     if begin is None or len(steps) - begin < WINDOWS_MIN:
-        return _Slowness(row, None, 0.0)
+        return None
     usual = float(np.median(excess[begin:]))
     # In synchronous training, what it takes longer is what the others wait longer.
     communication = windows.communication
     waited = _of_others(communication, row) - communication[row]
     if float(np.median(waited[begin:])) < MOSTLY * usual:
-        return _Slowness(row, None, 0.0)
+        return None
     by_phase = {
         phase: float(np.median((seconds[row] - _of_others(seconds, row))[begin:]))
-        for phase in BUSY
-        if (seconds := windows.seconds[phase]) is not None
+        for phase, seconds in windows.seconds.items()
+        if phase in BUSY
     }
     return _Slowness(
         row,
@@ -128,18 +151,3 @@ def _slowness(windows: RankWindows, row: int) -> _Slowness:
 
 def _of_others(values: Floats, row: int) -> Floats:
     return np.asarray(np.median(np.delete(values, row, axis=0), axis=0))
-
-
-def _queue_excess(ranks: Sequence[RankFacts], row: int) -> float | None:
-    """Seconds per step that a rank waits longer for a core than the others; None if unknown."""
-    waited = [_per_step(one, "main_queue_seconds") for one in ranks]
-    known = [one for one in waited if one is not None]
-    if len(known) < len(ranks):
-        return None
-    return known[row] - median(known[:row] + known[row + 1 :])
-
-
-def _per_step(rank: RankFacts, name: str) -> float | None:
-    spent = rank.between(name)
-    steps = rank.samples[-1].steps - rank.samples[0].steps if rank.samples else 0
-    return None if spent is None or not steps else spent / steps
