@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -12,8 +13,8 @@ from torch import nn
 from paceline.profiler.hooks import Guard, measured_call
 from paceline.profiler.step_tracker import StepTracker
 
-REPEATS = 200
-"""Takes a few milliseconds."""
+BLOCKS, REPEATS = 5, 40
+"""Take a few milliseconds."""
 
 
 class HookCosts(NamedTuple):
@@ -39,16 +40,20 @@ def measure_hook_costs(guard: Guard) -> HookCosts:
     step = _step_of_hooks(tracker, guard)
     seconds = _seconds(step)
     return HookCosts(
-        change_seconds=REPEATS * seconds / tracker.clock.switches,
+        change_seconds=BLOCKS * REPEATS * seconds / tracker.clock.switches,
         call_seconds=max(0.0, _seconds(_call(tracker)) - _seconds(lambda: _nothing(None, None))),
     )
 
 
 def _seconds(function: Callable[[], object]) -> float:
-    began = perf_counter()
-    for _ in range(REPEATS):
-        function()
-    return (perf_counter() - began) / REPEATS
+    """The median over blocks: other processes may take the core during one of them."""
+    blocks = []
+    for _ in range(BLOCKS):
+        began = perf_counter()
+        for _ in range(REPEATS):
+            function()
+        blocks.append((perf_counter() - began) / REPEATS)
+    return median(blocks)
 
 
 def _step_of_hooks(tracker: StepTracker, guard: Guard) -> Callable[[], None]:
