@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import paceline
@@ -96,3 +100,33 @@ def test_a_notebook_is_profiled_from_loading_to_unloading_the_extension(
     assert "backward" in printed
     (page,) = (tmp_path / "runs").glob("*/report.html")
     assert str(page) in printed
+
+
+def train_as_rank(rank: int, folder: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    net = DistributedDataParallel(model())
+    optimizer = SGD(net.parameters(), lr=0.1)
+    with paceline.profile(out=str(folder), name="own") as profile:
+        for batch in loader(4):
+            train_step(net, optimizer, *batch)
+    dist.destroy_process_group()
+    assert (profile.result is None) == (rank == 1)
+
+
+def test_ranks_share_one_profile(tmp_path: Path) -> None:
+    ranks = [
+        multiprocessing.get_context("fork").Process(target=train_as_rank, args=(rank, tmp_path))
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert [rank.exitcode for rank in ranks] == [0, 0]
+    result = json.loads((tmp_path / "own" / "result.json").read_text())
+    assert result["config"]["world_size"] == 2
+    assert [worker["rank"] for worker in result["workers"]] == [0, 1]
+    assert result["warnings"] == []
+    sent = [worker["traffic"]["gradients"]["bytes_sent"] for worker in result["workers"]]
+    # Two linear layers of two inputs and outputs, in four steps; two ranks send it once.
+    assert sent == [4 * 4 * 2 * (4 + 2)] * 2
