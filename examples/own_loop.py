@@ -3,6 +3,7 @@
 python examples/own_loop.py                                   one worker
 torchrun --nproc-per-node 2 examples/own_loop.py              two workers, the same weights
 torchrun --nproc-per-node 2 examples/own_loop.py ring         another strategy
+paceline compare runs                                         overlap and ring side by side
 """
 
 import sys

@@ -248,11 +248,16 @@ class RunFolder:
     @classmethod
     def open_or_create(cls, config: RunConfig, name: str) -> RunFolder:
         """Return the folder that the first node named, local or shared; create it if necessary."""
-        folder = cls(Path(config.out) / name)
+        return cls.open_or_create_at(Path(config.out) / name, RunSettings.of(config))
+
+    @classmethod
+    def open_or_create_at(cls, path: Path, settings: RunSettings) -> RunFolder:
+        """Return the folder of a run of any kind, local or shared; create it if necessary."""
+        folder = cls(path)
         try:
             make_folder(folder.path)
             if not folder.config_file.exists():
-                folder.write_settings(RunSettings.of(config))
+                folder.write_settings(settings)
         except OSError as error:
             raise RecordsError(f"cannot write to {folder.path}: {error.strerror}") from None
         return folder

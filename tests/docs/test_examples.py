@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.cli import main
 from paceline.records import read_json
 from tests.support.warm import PrewarmedStarter
 
@@ -16,10 +17,15 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
-def run(*words: str) -> str:
-    """Run Python in the folder of the examples and return its output."""
+def run(folder: Path, *words: str) -> str:
+    """Run an example, the last of `words`, in a folder; returns its output."""
+    *launcher, example = words
     done = subprocess.run(
-        [sys.executable, *words], cwd=EXAMPLES, capture_output=True, text=True, timeout=100
+        [sys.executable, *launcher, str(EXAMPLES / example)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -32,12 +38,24 @@ def outcome(output: str) -> tuple[float, float, int]:
     return float(found[1]), float(found[2]), int(found[3])
 
 
-def test_own_loop_learns_the_same_with_one_worker_and_with_two() -> None:
-    alone = outcome(run("own_loop.py"))
-    together = outcome(run(*TORCHRUN, "own_loop.py"))
+def test_own_loop_learns_the_same_with_one_worker_and_with_two(tmp_path: Path) -> None:
+    alone = outcome(run(tmp_path, "own_loop.py"))
+    together = outcome(run(tmp_path, *TORCHRUN, "own_loop.py"))
     assert (alone[2], together[2]) == (1, 2)
     assert alone[0] > 0.9
     assert together[1] == pytest.approx(alone[1], rel=1e-3)
+
+
+def test_own_dataloader_is_recorded_with_its_evaluations(tmp_path: Path) -> None:
+    output = run(tmp_path, *TORCHRUN, "own_dataloader.py")
+    (folder,) = (tmp_path / "runs").iterdir()
+    result = read_json(folder / "result.json")
+    assert (result["kind"], result["status"], len(result["workers"])) == ("join", "finished", 2)
+    assert result["samples"] == 20 * 500
+    accuracy = result["final"]["test_accuracy"]
+    assert accuracy > 0.9
+    assert f"epoch 20: accuracy {accuracy:.3f}" in output
+    assert main(["report", str(tmp_path / "runs")]) == 0
 
 
 def train(starter: PrewarmedStarter, out: Path, *words: str) -> dict[str, object]:

@@ -22,7 +22,8 @@ from paceline.comm.rank_info import SINGLE_PROCESS
 from paceline.config import from_mapping
 from paceline.errors import UsageError
 from paceline.strategies import create_strategy
-from paceline.training.session import Samples, Session
+from paceline.training.batches import Samples
+from paceline.training.session import Session
 
 SAMPLES, BATCH = 50, 16
 """The last batch of an epoch has two samples: too few for three workers."""
@@ -108,7 +109,7 @@ def test_any_number_of_workers_learns_what_the_bare_loop_learns(
 
 
 def test_alone_no_launcher_is_needed() -> None:
-    with paceline.join("overlap", bucket_mib=1) as session:
+    with paceline.join("overlap", out=None, bucket_mib=1) as session:
         own, _ = train(session)
     assert (session.rank, session.world_size, session.is_first) == (0, 1, True)
     expected = bare_loop().state_dict()
@@ -150,7 +151,7 @@ class Pairs(Dataset[dict[str, Tensor]]):
 @pytest.mark.parametrize("dataset", [Pairs(), TensorDataset(torch.arange(SAMPLES))], ids=type)
 def test_datasets_of_torch_are_dealt_as_tensors_are(dataset: Samples) -> None:
     def first_batch(samples: Samples) -> Any:
-        with paceline.join("allreduce") as session:
+        with paceline.join("allreduce", out=None) as session:
             own = nn.Linear(1, 1)
             optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
             return next(iter(session.prepare(own, optimizer, samples, batch_size=BATCH)[2]))
@@ -177,7 +178,7 @@ def test_an_impossible_batch_is_rejected(batch_size: int) -> None:
     optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
     with (
         pytest.raises(UsageError, match=r"batch_size: must be 1 \(workers\) to 50 \(samples\)"),
-        paceline.join("allreduce") as session,
+        paceline.join("allreduce", out=None) as session,
     ):
         session.prepare(own, optimizer, tensors(), batch_size=batch_size)
 

@@ -23,8 +23,8 @@ from paceline.comm.communicator import Communicator
 from paceline.comm.rank_info import SINGLE_PROCESS
 from paceline.config import RunSettings, from_mapping
 from paceline.errors import PacelineError, RunError
+from paceline.launch import consistency, record_collection
 from paceline.launch import node as node_module
-from paceline.launch import record_collection, worker
 from paceline.launch.elastic import run as elastic
 from paceline.launch.elastic.rendezvous import ElasticRendezvous, RoundLeader
 from paceline.launch.elastic.store_client import StoreClient
@@ -152,10 +152,15 @@ def test_a_run_name_from_the_first_worker_is_checked_as_well(
     class Second:
         rank = 1
 
-    monkeypatch.setattr(worker, "broadcast_json", lambda *_: "../../up")
-    monkeypatch.setattr(worker, "run_collectively", lambda _, action: action())
+    monkeypatch.setattr(consistency, "broadcast_json", lambda *_: "../../up")
+    monkeypatch.setattr(consistency, "run_collectively", lambda _, action: action())
     with pytest.raises(RunError, match="malformed run name"):
-        worker._agree_on_folder(config, None, cast("Communicator", Second()), ExitStack())
+        consistency.agree_on_folder(
+            cast("Communicator", Second()),
+            ExitStack(),
+            lambda: RunFolder.create(config),
+            lambda name: RunFolder.open_or_create(config, name),
+        )
     assert not any(tmp_path.iterdir())
 
 

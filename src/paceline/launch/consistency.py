@@ -1,15 +1,17 @@
-"""Agreement of all workers before training: the same configuration, and errors on all ranks."""
+"""Agreement of all workers before training: configuration, run folder, and errors on all ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 from paceline.comm.communicator import Communicator
 from paceline.comm.objects import broadcast_json, first_value
 from paceline.config import RunConfig, fields, flag_of
 from paceline.errors import ConfigError, UsageError
-from paceline.records import LOCATION_FIELDS
+from paceline.launch.messages import check_run_name
+from paceline.records import LOCATION_FIELDS, RunFolder
 
 T = TypeVar("T")
 
@@ -57,3 +59,34 @@ def run_collectively(communicator: Communicator, action: Callable[[], T]) -> T:
     if first is not None:
         raise ConfigError.from_text(first)
     return result  # type: ignore[return-value]  # the action succeeded on all ranks
+
+
+def agree_on_folder(
+    communicator: Communicator,
+    stack: ExitStack,
+    create: Callable[[], RunFolder],
+    open_or_create: Callable[[str], RunFolder],
+) -> RunFolder:
+    """Rank 0 creates the run folder; the others use it or create one of the same name. Collective.
+
+    Rank 0 locks it until `stack` closes.
+    """
+
+    def make() -> RunFolder | None:
+        if communicator.rank:
+            return None
+        folder = create()
+        stack.enter_context(folder.locked())
+        return folder
+
+    made = run_collectively(communicator, make)
+    if made and communicator.world_size == 1:
+        return made
+    name = check_run_name(broadcast_json(communicator, made.id if made else None))
+    return run_collectively(communicator, lambda: made or open_or_create(name))
+
+
+def shares_first_folder(folder: RunFolder, communicator: Communicator) -> bool:
+    """Whether this worker and rank 0 share the run folder. Collective."""
+    identity = folder.identity()
+    return bool(broadcast_json(communicator, identity) == identity)

@@ -1,16 +1,19 @@
-"""`paceline.join`: connect the workers of a user's own training loop."""
+"""`paceline.join`: connect the workers of a user's own training loop, and record it."""
 
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 from paceline.comm.rank_info import SINGLE_PROCESS
 from paceline.config import from_mapping
 from paceline.errors import UsageError
 from paceline.launch import environment
+from paceline.launch.recorded_loop import RecordedLoop, settings_of_loop
 from paceline.launch.validation import check_strategy
 from paceline.launch.worker import connect_workers
 from paceline.strategies.strategy import ServerStrategy
@@ -25,6 +28,8 @@ _JOINS = itertools.count()
 def join(
     strategy: str = "overlap",
     *,
+    out: str | Path | None = "runs",
+    name: str | None = None,
     communicator: str = "torch",
     rendezvous_seconds: float = 60.0,
     timeout_seconds: float = 300.0,
@@ -32,7 +37,9 @@ def join(
 ) -> Iterator[Session]:
     """Connect to the other workers that torchrun, srun or paceline started, if any.
 
-    `options` are the strategy's. At the end of the block every worker has the final weights.
+    The loop is recorded in the folder `out`/`name`, by default `runs/<time>-<script>-<strategy>`,
+    as `paceline train` records its runs; with `out=None` it is not. `options` are the strategy's.
+    At the end of the block every worker has the final weights.
     """
     rank_info = environment.detect() or SINGLE_PROCESS
     config = from_mapping(
@@ -44,6 +51,7 @@ def join(
             "timeout_seconds": timeout_seconds,
             "nnodes": rank_info.nnodes,
             "nproc_per_node": rank_info.local_world_size,
+            **({"name": name} if name is not None else {}),
         }
     )
     chosen = check_strategy(config)
@@ -53,10 +61,15 @@ def join(
             " train with `paceline train`"
         )
     device = choose_device(config, rank_info.local_rank)
-    name = f"join-{next(_JOINS)}"
-    with connect_workers(config, rank_info, name, is_agreed=False) as connected:
+    rendezvous = f"join-{next(_JOINS)}"
+    with connect_workers(config, rank_info, rendezvous, is_agreed=False) as connected:
         session = Session(config, rank_info, connected, chosen, device)
-        yield session
-        # Not after an exception: the others notice it by the closed connections.
-        session.finish()
-        connected.barrier().wait()
+        recorded: RecordedLoop | nullcontext[None] = nullcontext()
+        if out is not None:
+            settings = settings_of_loop(config, sys.argv)
+            recorded = RecordedLoop(session, config, settings, rank_info, Path(out), name)
+        with recorded:
+            yield session
+            # Not after an exception: the others notice it by the closed connections.
+            session.finish()
+            connected.barrier().wait()

@@ -153,7 +153,7 @@ REPORT: Kinds = {
 ACCOUNT: Kinds = {
     "rank": int,
     "node": int,
-    "samples": int,
+    "samples": (int, type(None)),
     "wall_seconds": NUMBER,
     "iteration_seconds": dict,
     "phases": dict,
@@ -228,7 +228,8 @@ def _check_account(worker: dict[str, Any], what: str, rank: int) -> None:
     check_fields({name: worker.get(name) for name in ACCOUNT}, what, ACCOUNT)
     if worker["rank"] != rank or worker["node"] < 0:
         raise MalformedError(what, "no such rank or node")
-    if worker["samples"] < 0 or worker["wall_seconds"] <= 0:
+    # A user's own loop may have batches whose samples cannot be counted.
+    if (worker["samples"] or 0) < 0 or worker["wall_seconds"] <= 0:
         raise MalformedError(what, "bad value of samples or wall_seconds")
     _check_numbers(worker["phases"], f"{what}: phases", PHASES)
     check_fields(worker["iteration_seconds"], f"{what}: iteration_seconds", TIMES)

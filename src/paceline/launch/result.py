@@ -116,8 +116,7 @@ def assemble(
         "hardware": hardware(),
         "wall_seconds": max((report.worker["wall_seconds"] for report in reports), default=0.0),
         "iterations": first.iterations if first else 0,
-        "samples": sum(report.worker["samples"] for report in reports)
-        + (first.samples_before if first else 0),
+        "samples": _samples(reports),
         "weights_sha256": first.weights_sha256 if first else None,
         "final": {
             "train_loss": mean_train_loss(reports),
@@ -193,10 +192,17 @@ def _missing_report(reports: list[RankReport]) -> Termination | None:
     return Termination("rank 0 ended without a report")
 
 
+def _samples(reports: list[RankReport]) -> int | None:
+    """The samples of all workers; None if they cannot be counted."""
+    counts = [report.worker["samples"] for report in reports]
+    before = reports[0].samples_before if reports else 0
+    return None if None in counts else sum(counts) + before
+
+
 def mean_train_loss(reports: list[RankReport]) -> float | None:
     """The mean over all workers, weighted by their samples."""
     known = [
-        (report.train_loss, report.worker["samples"])
+        (report.train_loss, 1 if report.worker["samples"] is None else report.worker["samples"])
         for report in reports
         if report.train_loss is not None
     ]

@@ -25,8 +25,12 @@ from paceline.config import RunConfig, from_record
 from paceline.emulation.state import VARIABLE as CLUSTER_VARIABLE
 from paceline.errors import PacelineError
 from paceline.launch import environment
-from paceline.launch.consistency import agree_on_config, run_collectively
-from paceline.launch.messages import check_run_name
+from paceline.launch.consistency import (
+    agree_on_config,
+    agree_on_folder,
+    run_collectively,
+    shares_first_folder,
+)
 from paceline.launch.parameter_servers import connect_servers, local_parameter_servers
 from paceline.launch.record_collection import (
     cleans_folder,
@@ -95,8 +99,13 @@ def run(
     with SignalMonitor() as signals, contextlib.ExitStack() as stack:
         try:
             with connect_workers(config, rank_info, is_agreed=False) as communicator:
-                folder = _agree_on_folder(config, resumed, communicator, stack)
-                shares_folder = _shares_folder(folder, communicator)
+                folder = agree_on_folder(
+                    communicator,
+                    stack,
+                    lambda: resumed or RunFolder.create(config),
+                    lambda name: resumed or RunFolder.open_or_create(config, name),
+                )
+                shares_folder = shares_first_folder(folder, communicator)
                 ready = _prepare_or_discard(
                     config, folder, rank_info, communicator, resumed, shares_folder, clock.startup
                 )
@@ -106,7 +115,7 @@ def run(
                 with (
                     local_parameter_servers(config, strategy, folder, rank_info),
                     connect_servers(config, strategy, rank_info, communicator.traffic) as servers,
-                    _sampler(config, folder, rank_info) as sampler,
+                    sampler_for(config, folder, rank_info) as sampler,
                 ):
                     ready.context.servers = servers
                     report = _train(config, folder, ready, quiet, clock)
@@ -188,7 +197,7 @@ def _prepare_or_discard(
         raise
 
 
-def _sampler(config: RunConfig, folder: RunFolder, rank_info: RankInfo) -> ResourceSampler:
+def sampler_for(config: RunConfig, folder: RunFolder, rank_info: RankInfo) -> ResourceSampler:
     """Samples a single worker itself, otherwise the parent of the node's workers."""
     return ResourceSampler(
         folder.resources_file(rank_info.node_rank),
@@ -248,39 +257,6 @@ def has_own_gpu(rank_info: RankInfo) -> bool:
         # Nodes of an emulated cluster share GPUs, and NCCL would bypass their links.
         return False
     return torch.cuda.is_available() and torch.cuda.device_count() >= rank_info.local_world_size
-
-
-def _agree_on_folder(
-    config: RunConfig,
-    resumed: RunFolder | None,
-    communicator: Communicator,
-    stack: contextlib.ExitStack,
-) -> RunFolder:
-    """Rank 0 creates the run folder; the others use it or create one of the same name.
-
-    Rank 0 locks it until `stack` closes.
-    """
-
-    def make() -> RunFolder | None:
-        if communicator.rank:
-            return None
-        folder = resumed or RunFolder.create(config)
-        stack.enter_context(folder.locked())
-        return folder
-
-    made = run_collectively(communicator, make)
-    if resumed:
-        return resumed
-    if made and communicator.world_size == 1:
-        return made
-    name = check_run_name(broadcast_json(communicator, made.id if made else None))
-    return run_collectively(communicator, lambda: made or RunFolder.open_or_create(config, name))
-
-
-def _shares_folder(folder: RunFolder, communicator: Communicator) -> bool:
-    """Whether this worker and rank 0 share the run folder. Collective."""
-    identity = folder.identity()
-    return bool(broadcast_json(communicator, identity) == identity)
 
 
 @dataclass(slots=True)

@@ -50,6 +50,14 @@ def weights_sha256(model_state: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
+def final_weights_sha256(replica: Replica, strategy: Strategy) -> str | None:
+    """Return the hash of the weights; None while this rank holds only a shard of them."""
+    # A strategy whose setup failed may have none.
+    layout = getattr(strategy, "checkpoint", None)
+    has_full_weights = layout is None or layout.has_full_weights
+    return weights_sha256(replica.model.state_dict()) if has_full_weights else None
+
+
 class RunTotals:
     """Measurements of one rank since the start of the run, including the time before a resume."""
 
@@ -150,7 +158,7 @@ class RankReport:
 
 def account_of(
     rank_info: RankInfo,
-    samples: int,
+    samples: int | None,
     phases: dict[str, float],
     iteration_seconds: Sequence[float],
     replica: Replica,

@@ -52,7 +52,10 @@ class RunLogger:
         clock: PhaseClock,
         coordinator: StepCoordinator,
         strategy: Strategy,
+        *,
+        fails_on_divergence: bool = True,
     ) -> None:
+        """`fails_on_divergence`: whether a loss that is not finite raises DivergedError."""
         self.events = events
         self.display = display
         self.seconds_spent = 0.0
@@ -63,6 +66,7 @@ class RunLogger:
         self._clock = clock
         self._coordinator = coordinator
         self._strategy = strategy
+        self._fails_on_divergence = fails_on_divergence
         self._phases_before: dict[str, float] = {}
         """Seconds by phase when their fractions were last written."""
         self._losses: list[Tensor] = []
@@ -122,7 +126,8 @@ class RunLogger:
             **(self._strategy.meter.take() if self._strategy.meter else {}),
         )
         self._show(block, losses, sum(seconds))
-        _check_finite(block.first, losses)
+        if self._fails_on_divergence:
+            _check_finite(block.first, losses)
         self._written = perf_counter()
         self.seconds_spent += self._written - begin
 
@@ -167,8 +172,7 @@ class RunLogger:
         self.events.write("evaluation", **entry)
         self.display.evaluation(entry)
         if self._tensorboard:
-            self._tensorboard.add("test/loss", entry["test_loss"], entry["iteration"])
-            for name, value in entry["metrics"].items():
+            for name, value in {"loss": entry["test_loss"], **entry["metrics"]}.items():
                 if value is not None:
                     self._tensorboard.add(f"test/{name}", value, entry["iteration"])
 

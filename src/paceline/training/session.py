@@ -1,32 +1,38 @@
-"""Data-parallel training in a user's own loop: batch shards, synchronization and measurement.
+"""Data-parallel training in a user's own loop: synchronization, measurement and records.
 
 `paceline.join` (launch/join.py) connects the workers and returns a `Session` to each of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from paceline.comm.communicator import Communicator
 from paceline.comm.rank_info import RankInfo
 from paceline.config import RunConfig
-from paceline.data.sampling import GlobalBatchSampler, rank_shard
-from paceline.errors import UsageError
+from paceline.errors import RunError, UsageError
 from paceline.measure.phase_clock import PhaseClock, clock_for
+from paceline.measure.tensorboard import TensorBoardWriter
+from paceline.records import EventWriter, RunFolder
 from paceline.strategies.replica import Replica, synchronize_buffers
 from paceline.strategies.strategy import StepMeter, Strategy
+from paceline.training.batches import Batches, Samples, open_batches, shard_warning
 from paceline.training.coordination import StepCoordinator
-from paceline.training.rank_report import account_of
+from paceline.training.display import SilentDisplay
+from paceline.training.rank_report import RankReport, account_of, final_weights_sha256
+from paceline.training.run_logger import RunLogger
 from paceline.training.steady import SteadyPhases
 
-Samples = Dataset[Any] | Sequence[Tensor]
-"""A map-style dataset, or tensors such as (inputs, labels) whose first dimension is the sample."""
+logger = logging.getLogger("paceline")
 
 
 class Session:
@@ -47,36 +53,44 @@ class Session:
         self.communicator = communicator
         self.device = device
         """The device of this worker; `prepare` moves the model to it, and batches are on it."""
+        self.folder: RunFolder | None = None
+        """Where `prepare` opens the records of this worker; None: nothing is recorded."""
+        self.warnings: list[str] = []
         self._config = config
         self._rank_info = rank_info
         self._strategy = strategy
         self._clock = clock_for(device, PhaseClock())
         self._replica: Replica | None = None
-        self._samples = 0
+        self._logger: RunLogger | None = None
+        self._iterations = 0
+        self._samples: int | None = 0
+        self._loss: Tensor | None = None
+        self._history: list[dict[str, Any]] = []
+
+    @property
+    def path(self) -> Path | None:
+        """The run folder; None if nothing is recorded."""
+        return None if self.folder is None else self.folder.path
 
     def prepare(
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        dataset: Samples,
+        data: Samples | Iterable[Any],
         *,
-        batch_size: int,
+        batch_size: int | None = None,
         seed: int = 0,
     ) -> tuple[nn.Module, Optimizer, Batches]:
         """Start all workers from rank 0's weights; use the returned objects. Collective.
 
-        `batch_size` is the global batch size; each worker gets a shard of each batch.
+        `data` is a dataset, of which each worker gets a shard of each global batch of `batch_size`
+        samples; or, without `batch_size`, a DataLoader or another iterable of this worker's own
+        batches.
         """
         if self._replica is not None:
             raise UsageError("team.prepare: can be called only once; join again for another model")
-        fetch, samples = _fetching(dataset, self.device)
-        if not self.world_size <= batch_size <= samples:
-            raise UsageError(
-                f"batch_size: must be {self.world_size} (workers) to {samples} (samples),"
-                f" got {batch_size}"
-            )
         model = model.to(self.device)
-        replica = self._replica = Replica(
+        replica = Replica(
             model=model,
             optimizer=optimizer,
             clock=self._clock,
@@ -85,12 +99,18 @@ class Session:
             communicator=self.communicator,
             node=self._rank_info.node_rank,
         )
+        self._batches = open_batches(replica, data, batch_size, seed, self.device)
+        self._replica = replica
         self._strategy.setup(replica)
         self._meter = self._strategy.meter or StepMeter()
         self._coordinator = StepCoordinator(self._config, self._strategy, replica)
         self._coordinator.start()
         self._steady = SteadyPhases(self._clock, replica)
-        self._batches = Batches(GlobalBatchSampler(samples, batch_size, seed), replica, fetch)
+        if self.folder is not None:
+            self._logger = self._open_logger(self.folder)
+        if self.is_first and (text := shard_warning(data, self.world_size)):
+            self._warn(text)
+        self._began = self._clock.wall_seconds
         is_wrapped = replica.forward is not model
         return (
             _Wrapped(model, replica.forward) if is_wrapped else model,
@@ -98,31 +118,139 @@ class Session:
             self._batches,
         )
 
+    def _open_logger(self, folder: RunFolder) -> RunLogger:
+        opened = RunLogger(
+            EventWriter(folder.events_file(self.rank)),
+            TensorBoardWriter(folder.tensorboard) if self.is_first else None,
+            SilentDisplay(),
+            total_iterations=0,
+            clock=self._clock,
+            coordinator=self._coordinator,
+            strategy=self._strategy,
+            fails_on_divergence=False,
+        )
+        opened.events.write("start", iteration=0, resumed=False, workers=self.world_size)
+        opened.begin()
+        return opened
+
     def backward(self, loss: Tensor) -> None:
         """Run the backward pass of this worker's mean loss; call it once per batch.
 
         The loss is weighted by this worker's fraction of the global batch, so that the sum of all
-        gradients is the gradient of the mean over the global batch.
+        gradients is the gradient of the mean over the global batch. It is recorded.
         """
         if self._replica is None:
             raise UsageError("team.backward: call team.prepare first")
+        self._loss = loss.detach()
+        self._batches.weigh()
         self._clock.enter("backward")
         self._strategy.backward(loss * self._replica.batch_fraction)
         self._clock.enter("other")
 
     def step(self) -> None:
         """Synchronize and update the weights; replaces `step` and `zero_grad` of the optimizer."""
+        if self._replica is None:
+            raise UsageError("team.step: call team.prepare first")
         self._strategy.step()
         batches = self._batches
-        seconds = self._clock.end_step("other") - batches.began
-        self._samples += batches.own_samples
-        self._coordinator.after_step(seconds, batches.own_samples, stop=False)
+        ended = self._clock.end_step("other")
+        samples = batches.own_samples
+        self._iterations += 1
+        if samples is None or self._samples is None:
+            self._samples = None
+        else:
+            self._samples += samples
+        if self._logger is not None and self._loss is not None:
+            rate = float(self._replica.optimizer.param_groups[0]["lr"])
+            index, loss = self._iterations - 1, self._loss
+            self._log(lambda log: log.iteration(index, loss, samples or 0, rate, ended))
+        self._loss = None
+        self._coordinator.after_step(ended - batches.began, samples or 0, stop=False)
         self._steady.first_done(self._meter.settle)
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Evaluate the model in this block: in eval mode, without gradients. Collective.
+
+        The model holds the weights to evaluate, and the time counts as evaluation.
+        """
+        if self._replica is None:
+            raise UsageError("team.evaluating: call team.prepare first")
+        model = self._replica.model
+        was_training = model.training
+        self._meter.settle()
+        with (
+            self._steady.outside(),
+            self._clock.during("evaluate"),
+            self._strategy.eval_weights(),
+            torch.no_grad(),
+        ):
+            synchronize_buffers(model, self.communicator, self._config.buffers)
+            model.eval()
+            try:
+                yield
+            finally:
+                model.train(was_training)
+
+    def log(
+        self,
+        *,
+        test_loss: float | Tensor | None = None,
+        test_accuracy: float | Tensor | None = None,
+        **metrics: float | Tensor,
+    ) -> None:
+        """Record the results of an evaluation; only those of rank 0 are recorded."""
+        if self._replica is None:
+            raise UsageError("team.log: call team.prepare first")
+        if self._logger is None or not self.is_first:
+            return
+        values = {name: float(value) for name, value in metrics.items()}
+        if test_accuracy is not None:
+            values = {"accuracy": float(test_accuracy), **values}
+        now = self._clock.enter(self._clock.phase) - self._clock.started
+        seconds = now - self._began - self._clock.known_seconds["evaluate"]
+        self._log(lambda log: log.flush())
+        entry: dict[str, Any] = {
+            "iteration": self._iterations,
+            "epoch": self._batches.epochs_done,
+            "seconds": seconds,
+            "test_loss": None if test_loss is None else float(test_loss),
+            "test_accuracy": values.get("accuracy"),
+            "metrics": values,
+            "train_loss": self._logger.train_loss,
+            "learning_rate": float(self._replica.optimizer.param_groups[0]["lr"]),
+        }
+        self._history.append(entry)
+        shown = {
+            "rank": self.rank,
+            "wall_seconds": now,
+            "samples_per_second": (self._samples or 0) / max(seconds, 1e-9),
+        }
+        self._log(lambda log: log.evaluation({**entry, **shown}))
+
+    def _log(self, write: Callable[[RunLogger], None]) -> None:
+        """Write records; a full disk ends the records, not the training."""
+        if self._logger is None:
+            return
+        try:
+            write(self._logger)
+        except RunError as error:
+            with contextlib.suppress(RunError):
+                self._logger.close()
+            self._logger = None
+            self._warn(f"the records of rank {self.rank} end early: {error}")
+
+    def _warn(self, text: str) -> None:
+        self.warnings.append(text)
+        logger.warning("%s", text)
 
     def finish(self) -> None:
         """Leave the final weights on every worker; `join` calls it at the end. Collective."""
         if self._replica is None:
             return
+        self._log(lambda log: log.flush())
+        # A loop that left its last batch unused has not waited for its weight.
+        self._batches.weigh()
         self._meter.settle()
         self._coordinator.settle()
         self._steady.end()
@@ -151,43 +279,35 @@ class Session:
             self._steady,
         )
 
-
-class Batches:
-    """This worker's shard of each global batch; each iteration over it is one epoch."""
-
-    def __init__(
-        self, order: GlobalBatchSampler, replica: Replica, fetch: Callable[[Tensor], Any]
-    ) -> None:
-        self.epoch = 0
-        """The next epoch; may be set."""
-        self.began = 0.0
-        """When the current batch was requested."""
-        self.own_samples = 0
-        """Number of samples in this worker's shard of the current batch."""
-        self._order = order
-        self._replica = replica
-        self._fetch = fetch
-
-    def __len__(self) -> int:
-        return self._order.batches_per_epoch
-
-    def __iter__(self) -> Iterator[Any]:
-        epoch, self.epoch = self.epoch, self.epoch + 1
-        clock = self._replica.clock
-        for index in range(len(self)):
-            self.began = clock.begin_step("input")
-            batch = self._fetch(self._shard(epoch, index))
-            clock.enter("forward")
-            yield batch
-        clock.enter("other")
-
-    def _shard(self, epoch: int, index: int) -> Tensor:
-        communicator = self._replica.communicator
-        samples = self._order.batch(epoch, index)
-        equal = [1.0] * communicator.world_size
-        part, self.own_samples = rank_shard(len(samples), equal, communicator.rank)
-        self._replica.begin_batch(self.own_samples, len(samples))
-        return samples[part]
+    def report(self, status: str, cause: str | None, exit_code: int) -> RankReport | None:
+        """Close the records and return the report of this rank; None if it never prepared."""
+        if self._replica is None or self.folder is None:
+            return None
+        self._log(lambda log: log.flush())
+        # A disk may be full, and the result must still be written.
+        self._log(lambda log: log.events.write("end", status=status, cause=cause))
+        measuring, train_loss = self._clock.measuring_seconds(), None
+        if self._logger is not None:
+            measuring, train_loss = measuring + self._logger.seconds_spent, self._logger.train_loss
+            self._log(lambda log: log.close())
+        account = self.account()
+        return RankReport(
+            status=status,
+            cause=cause,
+            exit_code=exit_code,
+            is_secondary=False,
+            ended=time.time(),
+            is_together=status == "finished",
+            iterations=self._iterations,
+            weights_sha256=final_weights_sha256(self._replica, self._strategy),
+            train_loss=train_loss,
+            seconds_to_target=None,
+            history=self._history,
+            worker=account,
+            checkpoints={"count": 0, "bytes": 0, "blocked_seconds": 0.0},
+            measuring_fraction=measuring / max(self._clock.wall_seconds, 1e-9),
+            warnings=self.warnings,
+        )
 
 
 class _Wrapped(nn.Module):
@@ -198,32 +318,5 @@ class _Wrapped(nn.Module):
         self.model = model
         self._call = forward
 
-    def forward(self, *inputs: Any, **targets: Any) -> Any:
-        return self._call(*inputs, **targets)
-
-
-def _fetching(dataset: Samples, device: torch.device) -> tuple[Callable[[Tensor], Any], int]:
-    """Return a function from sample indices to a batch, and the number of samples."""
-    tensors = dataset.tensors if isinstance(dataset, TensorDataset) else dataset
-    if isinstance(tensors, Sequence):
-        lengths = {len(tensor) for tensor in tensors}
-        if len(lengths) != 1:
-            raise UsageError("dataset: the tensors must have the same number of samples")
-        return lambda chosen: tuple(each[chosen].to(device) for each in tensors), lengths.pop()
-    if not hasattr(dataset, "__len__"):
-        raise UsageError("dataset: must have a length; iterable datasets are not supported")
-
-    def fetch(chosen: Tensor) -> Any:
-        return _to_device(default_collate([dataset[number] for number in chosen.tolist()]), device)
-
-    return fetch, len(dataset)
-
-
-def _to_device(batch: Any, device: torch.device) -> Any:
-    if isinstance(batch, Tensor):
-        return batch.to(device)
-    if isinstance(batch, list | tuple):
-        return [_to_device(each, device) for each in batch]
-    if isinstance(batch, dict):
-        return {name: _to_device(each, device) for name, each in batch.items()}
-    return batch
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self._call(*inputs, **named)

@@ -67,7 +67,13 @@ from paceline.training.loss import Loss, loss_of
 from paceline.training.metrics import Metrics
 from paceline.training.optimizer import build_optimizer
 from paceline.training.precision import Choice, GpuStepTimer, autocast, resolve
-from paceline.training.rank_report import RankReport, RunTotals, account_of, explain, weights_sha256
+from paceline.training.rank_report import (
+    RankReport,
+    RunTotals,
+    account_of,
+    explain,
+    final_weights_sha256,
+)
 from paceline.training.run_logger import RunLogger
 from paceline.training.run_state import Progress
 from paceline.training.step import TrainStep
@@ -453,10 +459,7 @@ class Trainer:
 
     def report(self, status: str, cause: str | None, exit_code: int) -> RankReport:
         store = self.context.store
-        # A strategy whose setup failed may have none.
-        layout = getattr(self.prepared.strategy, "checkpoint", None)
-        has_full_weights = layout is None or layout.has_full_weights
-        sha = weights_sha256(self.replica.model.state_dict()) if has_full_weights else None
+        sha = final_weights_sha256(self.replica, self.prepared.strategy)
         measuring = self.clock.measuring_seconds() + self.logger.seconds_spent
         if store:
             try:
