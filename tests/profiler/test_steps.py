@@ -140,6 +140,21 @@ def test_a_step_that_the_grad_scaler_skips_counts(tmp_path: Path, is_finite: boo
     assert len(measured.record.step_seconds) == 3
 
 
+def test_the_loss_is_that_before_the_grad_scaler(tmp_path: Path) -> None:
+    net = model()
+    optimizer = sgd(net)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    expected = []
+    with profiled(tmp_path) as measured:
+        for inputs, targets in loader(3):
+            loss = loss_of(net, inputs, targets)
+            expected.append(loss.item())
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert measured.record.losses == expected
+
+
 def test_an_optimizer_inside_another_is_part_of_its_step(tmp_path: Path) -> None:
     net = model()
     inner = sgd(net)

@@ -71,7 +71,7 @@ class Hooks:
         self._hook_backward(guard(tracker.begin_backward), guard(tracker.end_backward))
         self._hook_input(guard(tracker.begin_input), guard(tracker.end_input))
         self._hook_optimizers(guard(tracker.begin_update), guard(tracker.end_update))
-        self._hook_grad_scaler(tracker, guard(tracker.skip_update))
+        self._hook_grad_scaler(tracker, guard(tracker.scale_loss), guard(tracker.skip_update))
         self._hook_checkpoints(guard(tracker.begin_checkpoint), guard(tracker.end_checkpoint))
         self.hook_imported()
 
@@ -118,7 +118,17 @@ class Hooks:
         self._handles.append(register_optimizer_step_pre_hook(begin))
         self._handles.append(register_optimizer_step_post_hook(end))
 
-    def _hook_grad_scaler(self, tracker: StepTracker, skip: Callable[..., Any]) -> None:
+    def _hook_grad_scaler(
+        self, tracker: StepTracker, scale_loss: Callable[..., Any], skip: Callable[..., Any]
+    ) -> None:
+        def make_scale(original: Any) -> Any:
+            def scale(self: Any, outputs: Any) -> Any:
+                if self.is_enabled():
+                    scale_loss(outputs)
+                return original(self, outputs)
+
+            return scale
+
         def make(original: Any) -> Any:
             def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
                 before = tracker.updates
@@ -129,6 +139,7 @@ class Hooks:
 
             return step
 
+        self.replace(grad_scaler.GradScaler, "scale", make_scale)
         self.replace(grad_scaler.GradScaler, "step", make)
 
     def _hook_checkpoints(self, begin: Callable[..., Any], end: Callable[..., Any]) -> None:

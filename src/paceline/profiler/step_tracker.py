@@ -57,6 +57,7 @@ class StepTracker:
         self.checkpoints = 0
         self.loss: Tensor | None = None
         """Of the last backward pass."""
+        self._unscaled_loss: Tensor | None = None
         self._on_step = on_step
         self._is_on_gpu = False
         self._modules: dict[int, int] = {}
@@ -191,9 +192,16 @@ class StepTracker:
             return phase
         self._maybe_evaluation = self._has_batch = False
         loss = outputs[0] if isinstance(outputs, SEQUENCES) and outputs else outputs
+        if self._unscaled_loss is not None:
+            loss, self._unscaled_loss = self._unscaled_loss, None
         if isinstance(loss, Tensor) and not loss.dim():
             self.loss = loss.detach()
         return "update" if self._stepping else "other"
+
+    def scale_loss(self, outputs: object) -> None:
+        """A GradScaler scales what the next backward pass begins with."""
+        if isinstance(outputs, Tensor) and self.is_in_thread():
+            self._unscaled_loss = outputs.detach()
 
     def end_backward(self, phase: str) -> None:
         self.clock.enter(phase)
