@@ -59,6 +59,30 @@ def test_a_step_has_input_forward_backward_and_update(tmp_path: Path) -> None:
     assert record.last["learning_rate"] == 0.1
 
 
+def test_samples_are_those_that_a_model_is_trained_on(tmp_path: Path) -> None:
+    net = model()
+    optimizer = sgd(net)
+    with profiled(tmp_path) as measured:
+        for _ in range(2):
+            next(iter(loader(1)))
+            batches = iter(loader(3))
+            # Loaders may request a batch ahead.
+            ahead = next(batches)
+            for batch in batches:
+                train_step(net, optimizer, *ahead)
+                ahead = batch
+            train_step(net, optimizer, *ahead)
+            net.eval()
+            for inputs, _ in loader(2):
+                with torch.no_grad():
+                    net(inputs)
+            for inputs, _ in loader(2):
+                net(inputs)
+            net.train()
+    assert len(measured.record.step_seconds) == 6
+    assert measured.record.last["samples"] == 24
+
+
 def test_phases_sum_to_the_wall_time(tmp_path: Path) -> None:
     net = model()
     optimizer = sgd(net)

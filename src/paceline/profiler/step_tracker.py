@@ -53,7 +53,7 @@ class StepTracker:
         self.recorder_seconds = 0.0
         """What recording collectives took the program."""
         self.samples = 0
-        """In the batches of DataLoaders."""
+        """In the batches of DataLoaders that models were trained on."""
         self.checkpoints = 0
         self.loss: Tensor | None = None
         """Of the last backward pass."""
@@ -80,6 +80,8 @@ class StepTracker:
         """Whether a batch arrived and no model was called since."""
         self._iterator = 0
         """Id of the iterator of the last batch."""
+        self._samples_ahead = 0
+        """In its batches since the last backward pass."""
         self._evaluation_iterator = 0
         self._maybe_evaluation = False
         """Whether the model called last is in evaluation mode, but with gradients."""
@@ -133,8 +135,10 @@ class StepTracker:
     def end_input(self, iterator: object, batch: object) -> None:
         self.clock.enter("other")
         self._has_batch = True
-        self._iterator = id(iterator)
-        self.samples += count_samples(batch)
+        if self._iterator != id(iterator):
+            # The last batches of the other one were for evaluation, or only looked at.
+            self._iterator, self._samples_ahead = id(iterator), 0
+        self._samples_ahead += count_samples(batch)
 
     def _enter_evaluation(self) -> None:
         if self.clock.phase != "evaluate":
@@ -191,6 +195,8 @@ class StepTracker:
         if not accumulates:
             return phase
         self._maybe_evaluation = self._has_batch = False
+        self.samples += self._samples_ahead
+        self._samples_ahead = 0
         loss = outputs[0] if isinstance(outputs, SEQUENCES) and outputs else outputs
         if self._unscaled_loss is not None:
             loss, self._unscaled_loss = self._unscaled_loss, None
