@@ -119,11 +119,13 @@ def _spans(
             continue
         first, last = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
         first, last = max(first, begin) - begin, min(last, end) - begin
-        kind = str(event.get("name", ""))
+        args = event.get("args")
+        details = args if isinstance(args, dict) else {}
+        # Collectives of a script have the name of the operation.
+        kind = str(details.get("kind", event.get("name", "")))
         if last <= first or kind not in _KINDS:
             continue
-        details = event.get("args")
-        size = details.get("bytes") if isinstance(details, dict) else None
+        size = details.get("bytes")
         yield TraceSpan(kind, first, last, size if is_number(size) else None)
 
 

@@ -20,13 +20,16 @@ HANG_SECONDS = 60.0
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
-        "paceline profile [--out DIR] [--name NAME] [--steps A:B] [--hang-seconds SECONDS]"
-        " [--quiet] -- COMMAND"
+        "paceline profile [--out DIR] [--name NAME] [--steps A:B] [--trace]"
+        " [--hang-seconds SECONDS] [--quiet] -- COMMAND"
     )
     parser.add_argument("--out", default="runs", metavar="DIR", help="folder of all runs")
     parser.add_argument("--name", metavar="NAME", help="name of the run's folder")
     parser.add_argument(
         "--steps", default="", metavar="A:B", help="measure steps A to B-1, such as 20:120"
+    )
+    parser.add_argument(
+        "--trace", action="store_true", help="write a timeline of up to 1000 steps for Perfetto"
     )
     parser.add_argument("--quiet", action="store_true", help="print no summary at the end")
     parser.add_argument(
@@ -59,6 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         Path(arguments.out),
         arguments.name,
         arguments.steps,
+        has_trace=arguments.trace,
         hang_seconds=arguments.hang_seconds,
         on_report=_print_post_mortem,
     )

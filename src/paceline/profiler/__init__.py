@@ -17,6 +17,7 @@ Modules in reading order:
 - `process_facts`: what a process is, how it ended, and its stacks
 - `watchdog`: notices ranks that end or make no progress
 - `post_mortem`: what each rank does then
+- `trace`: the timelines of `--trace`
 - `collection`: result.json from the event files of all ranks
 """
 
@@ -24,12 +25,14 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["FOLDER_VARIABLE", "STEPS_VARIABLE", "WARNINGS_FILE", "attach"]
+__all__ = ["FOLDER_VARIABLE", "STEPS_VARIABLE", "TRACE_VARIABLE", "WARNINGS_FILE", "attach"]
 
 FOLDER_VARIABLE = "PACELINE_PROFILE"
 """Environment variable with the run folder of the profile."""
 STEPS_VARIABLE = "PACELINE_PROFILE_STEPS"
 """Environment variable with the steps to measure, such as 20:120; all if it is not set."""
+TRACE_VARIABLE = "PACELINE_PROFILE_TRACE"
+"""Environment variable that is 1 if a trace is written."""
 WARNINGS_FILE = "profiler-warnings.jsonl"
 """Warnings of processes, until they are part of the result."""
 
@@ -40,4 +43,5 @@ def attach() -> None:
     if folder:
         from paceline.profiler.session import start
 
-        start(folder, os.environ.get(STEPS_VARIABLE, ""))
+        has_trace = os.environ.get(TRACE_VARIABLE) == "1"
+        start(folder, os.environ.get(STEPS_VARIABLE, ""), has_trace=has_trace)

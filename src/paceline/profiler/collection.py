@@ -17,6 +17,7 @@ from paceline.measure.machine import cores_usable, hardware, software
 from paceline.measure.resources import summarize
 from paceline.profiler import WARNINGS_FILE
 from paceline.profiler.communication import Communication, read_communication
+from paceline.profiler.trace import write_traces
 from paceline.records import (
     BETWEEN_ITERATIONS,
     PHASES,
@@ -138,6 +139,10 @@ def write_result(
     result["warnings"] = [*warnings, *_warnings(folder, ranks), *communication.warnings()]
     if post_mortem:
         result["post_mortem"] = list(post_mortem)
+    try:
+        write_traces(folder, ranks, communication)
+    except OSError as error:
+        result["warnings"].append(f"the trace is missing: {error.strerror}")
     folder.write_result(result)
     for pattern in (WARNINGS_FILE, *TRANSIENT):
         for path in folder.path.glob(pattern):

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from paceline.config import RunSettings
 from paceline.errors import UsageError
 from paceline.measure.sampler import ResourceSampler
-from paceline.profiler import FOLDER_VARIABLE, STEPS_VARIABLE
+from paceline.profiler import FOLDER_VARIABLE, STEPS_VARIABLE, TRACE_VARIABLE
 from paceline.profiler.collection import write_result
 from paceline.profiler.step_window import StepWindow
 from paceline.profiler.watchdog import OnReport, Watchdog
@@ -40,6 +40,8 @@ def profile(
     out: Path,
     name: str | None,
     steps: str = "",
+    *,
+    has_trace: bool = False,
     hang_seconds: float = 0.0,
     on_report: OnReport = lambda report: None,
 ) -> Outcome:
@@ -55,7 +57,7 @@ def profile(
     folder = RunFolder.create_at(path, settings)
     with folder.locked():
         watchdog = Watchdog(folder, hang_seconds, on_report)
-        running = _RunningCommand(command, folder, steps, watchdog)
+        running = _RunningCommand(command, folder, steps, has_trace, watchdog)
         watchdog.start()
         exit_code = running.wait()
         warning = running.sampler.stop()
@@ -90,7 +92,12 @@ class _RunningCommand:
     """A command with the signals that are passed on to it."""
 
     def __init__(
-        self, command: Sequence[str], folder: RunFolder, steps: str, watchdog: Watchdog
+        self,
+        command: Sequence[str],
+        folder: RunFolder,
+        steps: str,
+        has_trace: bool,
+        watchdog: Watchdog,
     ) -> None:
         self.received: list[signal.Signals] = []
         self._watchdog = watchdog
@@ -99,6 +106,8 @@ class _RunningCommand:
         environment = {**os.environ, FOLDER_VARIABLE: str(folder.path.resolve())}
         if steps:
             environment[STEPS_VARIABLE] = steps
+        if has_trace:
+            environment[TRACE_VARIABLE] = "1"
         try:
             self._process = subprocess.Popen(
                 command,

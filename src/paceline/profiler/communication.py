@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from paceline.profiler.collective_log import (
     BACKWARD,
@@ -109,14 +110,8 @@ def read_communication(folder: RunFolder) -> Communication:
 
 
 def traffic(records: Records) -> dict[str, dict[str, float]]:
-    """Bytes, messages and seconds by kind, as far as operations tell what they are for."""
-    names = np.array(OPERATIONS)[records["operation"]]
-    is_reduction = np.isin(names, ("all_reduce", "reduce_scatter", "reduce"))
-    in_backward = (records["flags"] & BACKWARD) != 0
-    kinds = np.where(is_reduction, "gradients", "parameters")
-    kinds[(records["bytes"] <= SMALL_BYTES) & ~in_backward] = "metrics"
-    kinds[(records["flags"] & BUFFERS) != 0] = "buffers"
-    kinds[names == "barrier"] = "control"
+    """Bytes, messages and seconds by kind."""
+    kinds = traffic_kinds(records)
     seconds = np.where(records["end"] > 0, records["end"] - records["arrival"], 0.0)
     return {
         kind: {
@@ -127,6 +122,18 @@ def traffic(records: Records) -> dict[str, dict[str, float]]:
         }
         for kind in TRAFFIC_KINDS
     }
+
+
+def traffic_kinds(records: Records) -> npt.NDArray[np.str_]:
+    """The kind of each record, as far as operations tell what they are for."""
+    names = np.array(OPERATIONS)[records["operation"]]
+    is_reduction = np.isin(names, ("all_reduce", "reduce_scatter", "reduce"))
+    in_backward = (records["flags"] & BACKWARD) != 0
+    kinds = np.where(is_reduction, "gradients", "parameters")
+    kinds[(records["bytes"] <= SMALL_BYTES) & ~in_backward] = "metrics"
+    kinds[(records["flags"] & BUFFERS) != 0] = "buffers"
+    kinds[names == "barrier"] = "control"
+    return kinds
 
 
 def collectives(records: Records) -> dict[str, dict[str, float]]:

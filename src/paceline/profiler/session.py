@@ -24,6 +24,7 @@ from paceline.profiler.rank_log import RankLog
 from paceline.profiler.script_calls import ScriptCalls
 from paceline.profiler.step_tracker import StepTracker
 from paceline.profiler.step_window import StepWindow
+from paceline.profiler.trace import TraceLog
 from paceline.records import RunFolder
 
 if TYPE_CHECKING:
@@ -33,7 +34,9 @@ if TYPE_CHECKING:
 class Session:
     """Measures this process until it is closed; an error closes it and leaves the script alone."""
 
-    def __init__(self, folder: Path, window: StepWindow | None = None) -> None:
+    def __init__(
+        self, folder: Path, window: StepWindow | None = None, *, has_trace: bool = False
+    ) -> None:
         self.folder = folder
         self._process = os.getpid()
         self._is_open = True
@@ -41,6 +44,10 @@ class Session:
             RunFolder(folder), measure_hook_costs(self.guard), window or StepWindow()
         )
         self.tracker = StepTracker(self._end_step)
+        self._trace: TraceLog | None = None
+        if has_trace:
+            self._trace = TraceLog(self.tracker, self.log.window.first)
+            self.log.sources.append(self._trace.events)
         self._hooks = Hooks()
         self.log.sources.append(self._hooks.hook_imported)
         self._facts: ProcessFacts | None = None
@@ -59,6 +66,8 @@ class Session:
             self._collectives.install()
 
     def _end_step(self) -> None:
+        if self._trace is not None:
+            self._trace.step()
         self.log.step(self.tracker)
         if self.log.window.is_over(self.tracker.steps):
             self._stop()
@@ -114,6 +123,8 @@ class Session:
     def _stop(self) -> None:
         if self._is_open:
             self._calls.finish()
+            if self._trace is not None:
+                self._trace.close()
             self.guard(self.log.close)(self.tracker)
             self._is_open = False
             self._hooks.remove(is_in_hook=True)
@@ -143,10 +154,10 @@ def active() -> Session | None:
     return _active[0] if _active else None
 
 
-def start(folder: str, steps: str = "") -> Session | None:
+def start(folder: str, steps: str = "", *, has_trace: bool = False) -> Session | None:
     """Start a session that lasts until `stop` or the end of the process."""
     try:
-        session = Session(Path(folder), StepWindow.parse(steps))
+        session = Session(Path(folder), StepWindow.parse(steps), has_trace=has_trace)
         session.start()
     except Exception as error:  # noqa: BLE001 (as above)
         warn(Path(folder), f"the profiler did not start: {error_line(error)}")

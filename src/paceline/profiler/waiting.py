@@ -119,6 +119,7 @@ class Waits:
     last_arrivals: dict[int, int]
     """By rank: in how many collectives it was the last to arrive."""
     mismatches: list[Mismatch]
+    offsets: ClockOffsets
 
 
 def separate_waits(logs: Mapping[int, RankCollectives]) -> Waits:
@@ -195,7 +196,7 @@ def _waits(
     waited = {rank: Intervals(np.zeros(0), np.zeros(0)) for rank in logs}
     caused, last_arrivals = dict.fromkeys(logs, 0.0), dict.fromkeys(logs, 0)
     if not len(table):
-        return Waits(waited, caused, last_arrivals, [])
+        return Waits(waited, caused, last_arrivals, [], offsets)
     lengths = np.diff(np.append(begins, len(table)))
     segment = np.repeat(np.arange(len(begins)), lengths)
     offset = offsets.at(table["rank"], table["arrival"])
@@ -231,7 +232,8 @@ def _waits(
         seconds = (ended[rows] - begin)[keep]
         for other, total in _sums(last_rank[segment[rows[keep]]], seconds):
             caused[other] += total
-    return Waits(waited, caused, last_arrivals, _mismatches(table, begins, lengths, groups))
+    mismatches = _mismatches(table, begins, lengths, groups)
+    return Waits(waited, caused, last_arrivals, mismatches, offsets)
 
 
 def _sums(keys: Integers, values: Floats) -> list[tuple[int, float]]:
