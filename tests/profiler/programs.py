@@ -127,10 +127,12 @@ def ddp(rank: int, clock: PhaseClock, kind: str) -> list[Tensor]:
     return _train(rank, clock, wrapped, torch.optim.SGD(wrapped.parameters(), 0.1, momentum=0.9))
 
 
-def ddp_without_callbacks(rank: int, clock: PhaseClock) -> list[Tensor]:
-    """As in a long run, where the exact end is known of few collectives."""
+def without_callbacks(
+    rank: int, clock: PhaseClock, program: Callable[..., Any], *arguments: Any
+) -> Any:
+    """As in a long run, where the exact end is known of few overlapped collectives."""
     with mock.patch.multiple(collectives, EXACT_FIRST=0, EXACT_SHARE=1 << 60):
-        return ddp(rank, clock, "buckets")
+        return program(rank, clock, *arguments)
 
 
 def fsdp(rank: int, clock: PhaseClock) -> list[Tensor]:
@@ -300,10 +302,12 @@ def different_sizes(rank: int, clock: PhaseClock) -> None:
         dist.all_reduce(torch.ones(1000 * (rank + 1)))
 
 
-def missing_rank(rank: int, clock: PhaseClock) -> None:
+def missing_rank(rank: int, clock: PhaseClock, folder: Path) -> None:
     """Rank 1 does not come to the last all-reduce, and is killed."""
     dist.barrier()
     if rank == 0:
         with contextlib.suppress(RuntimeError):
             dist.all_reduce(torch.ones(1000))
+    else:
+        _wait_for_arrivals(folder, 1)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -52,7 +52,7 @@ def operations(log: RankCollectives, **kept: int) -> Counter[str]:
 PROGRAMS = {
     "ddp": (programs.ddp, "plain"),
     "ddp buckets": (programs.ddp, "buckets"),
-    "ddp without callbacks": (programs.ddp_without_callbacks,),
+    "ddp without callbacks": (programs.without_callbacks, programs.ddp, "buckets"),
     "ddp unused": (programs.ddp, "unused"),
     "ddp static": (programs.ddp, "static"),
     "fsdp": (programs.fsdp,),
@@ -96,15 +96,17 @@ def test_ddp_exchanges_its_buckets_in_the_backward_pass(pool: WorkerPool, tmp_pa
 
 
 def test_what_blocks_the_program_has_an_exact_end(pool: WorkerPool, tmp_path: Path) -> None:
-    _, logs, phases = record(pool, tmp_path, programs.ddp_without_callbacks)
-    for rank, log in logs.items():
-        gradients = log.records[(log.records["flags"] & BACKWARD) != 0]
-        is_exposed = (gradients["flags"] & EXPOSED) != 0
-        is_polled = (gradients["flags"] & POLLED) != 0
-        assert is_exposed.any()
-        assert not (is_exposed & is_polled).any()
-        measured = exposed(log.records).seconds
-        assert phases[rank]["exchange"] == pytest.approx(measured, rel=0.1, abs=0.02)
+    _, logs, phases = record(
+        pool, tmp_path, programs.without_callbacks, programs.late_gradients, tmp_path
+    )
+    # Rank 0 waits for rank 1.
+    gradients = logs[0].records[(logs[0].records["flags"] & BACKWARD) != 0]
+    assert ((gradients["flags"] & EXPOSED) != 0).all()
+    assert ((gradients["flags"] & POLLED) == 0).all()
+    late = logs[1].records[(logs[1].records["flags"] & BACKWARD) != 0]
+    assert (gradients["end"] > late["arrival"]).all()
+    measured = exposed(logs[0].records).seconds
+    assert phases[0]["exchange"] == pytest.approx(measured, rel=0.1, abs=0.02)
 
 
 def test_bytes_are_those_of_the_formula(pool: WorkerPool, tmp_path: Path) -> None:
@@ -301,7 +303,7 @@ def test_mismatched_sizes_are_found(tmp_path: Path) -> None:
 def test_killed_ranks_leave_what_they_waited_in(tmp_path: Path) -> None:
     with WorkerPool(2) as workers:
         workers.outcomes(
-            2, programs.measured, tmp_path, programs.missing_rank, fresh=True, timeout_seconds=30
+            2, programs.measured, tmp_path, programs.missing_rank, tmp_path, fresh=True
         )
     (logs,) = read_logs(tmp_path)
     assert [len(log.records) for log in logs.values()] == [2, 1]
