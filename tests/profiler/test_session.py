@@ -107,6 +107,9 @@ def test_a_second_process_of_the_same_rank_is_not_recorded(tmp_path: Path) -> No
         run_loop()
         other.close()
     assert len(read_ranks(RunFolder(tmp_path))) == 1
+    (line,) = (tmp_path / WARNINGS_FILE).read_text().splitlines()
+    text = "the profiler stopped: RunError: another process with rank 0 is measured already"
+    assert json.loads(line)["text"] == text
 
 
 def test_compiled_models_are_compiled_once(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import torch.distributed
 from torch import Tensor
 
 from paceline.comm.rank_info import SINGLE_PROCESS, RankInfo
-from paceline.errors import UsageError
+from paceline.errors import RunError, UsageError
 from paceline.launch import environment
 from paceline.measure.loss_block import LossBlock
 from paceline.profiler.overhead import HookCosts
@@ -62,8 +62,6 @@ class RankLog:
         self._writing_seconds = 0.0
         self._events: EventWriter | None = None
         self._lock: int | None = None
-        self._is_refused = False
-        """Whether another process of the same rank writes the file."""
         self._losses: list[Tensor | None] = []
         self._first = 0
         self._block: LossBlock | None = None
@@ -77,7 +75,7 @@ class RankLog:
     def step(self, tracker: StepTracker) -> None:
         """Add the step that ended just now."""
         step = tracker.steps - self.window.first
-        if self._is_refused or step < 0:
+        if step < 0:
             return
         if step == 0:
             tracker.clock.take_step_seconds(tracker.parts_of_first + tracker.steps - 1)
@@ -98,13 +96,9 @@ class RankLog:
             if block.is_ready():
                 self._write(tracker)
 
-    def warn(self, text: str) -> None:
-        if self._events is not None:
-            self._events.write("warning", text=text)
-
     def close(self, tracker: StepTracker) -> None:
         """Write what is left."""
-        if self._is_refused or not (self._losses or self._events):
+        if not (self._losses or self._events):
             return
         tracker.clock.enter(tracker.clock.phase)
         if self._block is not None:
@@ -133,15 +127,14 @@ class RankLog:
         clock = tracker.clock
         known, self._block = iter(self._block.values()), None
         losses = [next(known) if has_loss else None for has_loss in self._has_loss]
-        if self._events is None and not self._open(tracker):
-            return
+        if self._events is None:
+            self._events = self._open(tracker)
         clock.settle_ready()
         seconds = self._step_seconds(tracker, len(losses))
         values: dict[str, Any] = {}
         if not self._first:
             values["after_first"] = self._after_first
         self.measuring_seconds = self._writing_seconds + self.costs.seconds(tracker)
-        assert self._events is not None
         for source in self.sources:
             for event, of_event in source():
                 self._events.write(event, **of_event)
@@ -171,19 +164,18 @@ class RankLog:
         first = sum(tracker.clock.take_step_seconds(tracker.parts_of_first))
         return [first, *tracker.clock.take_step_seconds(steps - 1)]
 
-    def _open(self, tracker: StepTracker) -> bool:
-        """Open the file; returns whether no other process writes it."""
+    def _open(self, tracker: StepTracker) -> EventWriter:
+        """Open the file; RunError if another process writes it."""
         rank = find_rank()
         path = self.folder.events_file(rank.rank)
         self._lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self._is_refused = True
             self._close_files()
-            return False
-        self._events = EventWriter(path)
-        self._events.write(
+            raise RunError(f"another process with rank {rank.rank} is measured already") from None
+        events = EventWriter(path)
+        events.write(
             "start",
             iteration=0,
             resumed=False,
@@ -195,7 +187,7 @@ class RankLog:
             perf_counter_offset=time.time() - perf_counter(),
             clock_started=tracker.clock.started + sum(self._before.phases.values()),
         )
-        return True
+        return events
 
 
 def find_rank() -> RankInfo:
