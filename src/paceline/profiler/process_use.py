@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from pathlib import Path
@@ -23,13 +24,18 @@ def process_use() -> dict[str, Any]:
     return {
         "threads": torch.get_num_threads(),
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
-        "cores": cores_usable(),
+        "cores": _cores(),
         "cpu_seconds": round(time.process_time(), 4),
         "queue_seconds": None if waiting is None else round(sum(waiting.values()), 4),
         "main_queue_seconds": None if waiting is None else round(waiting.get(os.getpid(), 0.0), 4),
         "rss_bytes": resident_bytes(),
         "gpu_allocated_bytes": gpu_bytes,
     }
+
+
+@functools.cache
+def _cores() -> int:
+    return cores_usable()
 
 
 def queue_seconds() -> dict[int, float] | None:
