@@ -104,5 +104,8 @@ class BackwardPasses:
                 log.block(position, known.computed, ended)
                 last = max(last, ended)
         if last:
+            if clock.log is not None:
+                # A log has a phase only when it has ended.
+                clock.enter(clock.phase)
             clock.expose(known.phase, known.computed, last)
             clock.exposed.clear()
