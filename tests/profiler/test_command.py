@@ -33,6 +33,8 @@ for epoch in range(2):
         optimizer.step()
 print("trained")
 print("done", file=sys.stderr)
+if "--raise" in sys.argv:
+    raise ValueError("out of data")
 if "--kill" in sys.argv:
     sys.stdout.flush()
     os.kill(os.getpid(), signal.SIGKILL)
@@ -75,8 +77,19 @@ def test_an_unchanged_script_gets_the_records_of_a_run(
     assert set(worker["phases"]) == set(PHASES)
     assert worker["after_first"]["iterations"] == 199
     assert values["nodes"][0]["samples"] >= 2
-    (run,) = collect(tmp_path / "run").runs
+    collection = collect(tmp_path / "run")
+    (run,) = collection.runs
     assert run.settings.script == "train.py"
+    # All its events are there.
+    assert collection.skipped == []
+
+
+def test_events_of_a_killed_rank_are_incomplete_although_the_command_succeeds(
+    tmp_path: Path, script: str
+) -> None:
+    assert profile(tmp_path, "sh", "-c", f"{sys.executable} {script} --kill; true") == 0
+    (skipped,) = collect(tmp_path / "run").skipped
+    assert skipped.reason.startswith("events of rank 0 end at iteration")
 
 
 @pytest.mark.parametrize(
@@ -92,6 +105,18 @@ def test_records_of_a_script_that_fails(
     # A killed process leaves what it had written until half a second before.
     assert values["iterations"] > 0
     assert values["workers"][0]["wall_seconds"] > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "cause"),
+    [((), "finished", None), (("--raise",), "failed", "ValueError: out of data")],
+)
+def test_the_last_event_of_a_rank_is_its_end(
+    tmp_path: Path, script: str, flags: Sequence[str], status: str, cause: str | None
+) -> None:
+    profile(tmp_path, sys.executable, script, *flags)
+    last = json.loads((tmp_path / "run" / "events-0.jsonl").read_text().splitlines()[-1])
+    assert (last["event"], last["status"], last["cause"]) == ("end", status, cause)
 
 
 def test_a_command_without_training_is_passed_through(

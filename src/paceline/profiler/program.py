@@ -64,15 +64,15 @@ def profile(*, out: str = "runs", name: str | None = None, steps: str = "") -> I
     if ranks.is_first:
         sampler.start()
     measured = session.start(folder, steps)
-    status, cause = "finished", None
+    status, cause, failure = "finished", None, None
     try:
         yield profile
     except BaseException as error:
-        status, cause = "failed", error_line(error)
+        status, cause, failure = "failed", error_line(error), error
         raise
     finally:
         if measured is not None:
-            session.stop(measured)
+            session.stop(measured, failure)
         ranks.wait_for_all()
         if ranks.is_first:
             warning = sampler.stop()

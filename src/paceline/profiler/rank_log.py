@@ -21,7 +21,7 @@ import torch.distributed
 from torch import Tensor
 
 from paceline.comm.rank_info import SINGLE_PROCESS, RankInfo
-from paceline.errors import RunError, UsageError
+from paceline.errors import RunError, UsageError, error_line
 from paceline.launch import environment
 from paceline.measure.loss_block import LossBlock
 from paceline.profiler.overhead import HookCosts
@@ -96,8 +96,8 @@ class RankLog:
             if block.is_ready():
                 self._write(tracker)
 
-    def close(self, tracker: StepTracker) -> None:
-        """Write what is left."""
+    def close(self, tracker: StepTracker, error: BaseException | None = None) -> None:
+        """Write what is left, and how the process ended."""
         if not (self._losses or self._events):
             return
         tracker.clock.enter(tracker.clock.phase)
@@ -105,7 +105,9 @@ class RankLog:
             self._write(tracker)
         # Without new steps, too: the totals have changed.
         self._close_block()
-        self._write(tracker)
+        events = self._write(tracker)
+        status, cause = ("finished", None) if error is None else ("failed", error_line(error))
+        events.write("end", status=status, cause=cause)
         self._close_files()
 
     def _close_files(self) -> None:
@@ -121,7 +123,7 @@ class RankLog:
         self._losses = []
         return self._block
 
-    def _write(self, tracker: StepTracker) -> None:
+    def _write(self, tracker: StepTracker) -> EventWriter:
         assert self._block is not None
         began = perf_counter()
         clock = tracker.clock
@@ -153,6 +155,7 @@ class RankLog:
         self._first += len(losses)
         self._written = perf_counter()
         self._writing_seconds += self._written - began
+        return self._events
 
     def _phases(self, seconds: Mapping[str, float]) -> dict[str, float]:
         before = self._before.phases

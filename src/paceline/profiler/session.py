@@ -6,6 +6,7 @@ import atexit
 import functools
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.util import Finalize, register_after_fork
@@ -99,11 +100,11 @@ class Session:
         """End a step here; from now on, optimizers do not end steps."""
         self.guard(self.tracker.end_step_here)()
 
-    def close(self) -> None:
-        """Write what is left and remove all hooks."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Write what is left and remove all hooks; `error` ended the training."""
         # A forked process inherits the session of its parent.
         if os.getpid() == self._process:
-            self._stop()
+            self._stop(error)
             if self._facts is not None:
                 self._facts.close()
             self.remove()
@@ -120,12 +121,12 @@ class Session:
             self._process = os.getpid()
             self._facts = self.guard(ProcessFacts)(self.folder)
 
-    def _stop(self) -> None:
+    def _stop(self, error: BaseException | None = None) -> None:
         if self._is_open:
             self._calls.finish()
             if self._trace is not None:
                 self._trace.close()
-            self.guard(self.log.close)(self.tracker)
+            self.guard(self.log.close)(self.tracker, error)
             self._is_open = False
             self._hooks.remove(is_in_hook=True)
 
@@ -167,14 +168,16 @@ def start(folder: str, steps: str = "", *, has_trace: bool = False) -> Session |
     return session
 
 
-def stop(session: Session) -> None:
-    session.close()
+def stop(session: Session, error: BaseException | None = None) -> None:
+    session.close(error)
     _active.clear()
 
 
 def _close_active() -> None:
+    # The exception that ends the process; multiprocessing handles it only after this.
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
     for session in _active:
-        session.close()
+        session.close(None if isinstance(error, SystemExit) else error)
 
 
 def _continue_in_child() -> None:
