@@ -21,6 +21,8 @@ from paceline.analysis.collection import collect
 from paceline.profiler.collective_log import OPERATIONS, RECORD, GroupInfo, RankCollectives
 from paceline.profiler.post_mortem import find_mismatches, find_pending, last_progress
 from paceline.profiler.process_facts import Frame, parse_stacks
+from paceline.profiler.watchdog import Watchdog
+from paceline.records import EventWriter, RunFolder
 from paceline.report.build import build_report
 from paceline.report.post_mortem_text import headline, lines
 
@@ -100,6 +102,61 @@ def test_stacks_are_read_by_thread_and_the_script_is_told_from_libraries() -> No
     stack = parse_stacks(text)[0x00007F0000000020]
     assert stack[1] == Frame("/home/me/train.py", 12, "main")
     assert [frame.is_script for frame in stack] == [False, True, True]
+
+
+def write_process(folder: Path, process: int, *events: str, rank: str | None) -> None:
+    writer = EventWriter(folder / f"process-{process}.jsonl")
+    writer.write("process", process=process, rank=rank, main_thread=0, answers=False)
+    for event in events:
+        writer.write(event)
+    writer.close()
+
+
+@pytest.fixture
+def reports() -> list[Any]:
+    return []
+
+
+@pytest.fixture
+def watchdog(tmp_path: Path, reports: list[Any]) -> Watchdog:
+    return Watchdog(RunFolder(tmp_path), 4.0, reports.append)
+
+
+def test_programs_that_a_rank_starts_are_not_ranks(tmp_path: Path, watchdog: Watchdog) -> None:
+    # Process ids may wrap around, so a later process may have a smaller one.
+    write_process(tmp_path, 20, rank="0")
+    write_process(tmp_path, 10, rank="0")
+    assert {rank: known.process for rank, known in watchdog._ranks().items()} == {0: 20}
+
+
+def test_a_process_that_trains_is_the_rank_that_it_says(tmp_path: Path, watchdog: Watchdog) -> None:
+    write_process(tmp_path, 10, rank=None)
+    write_process(tmp_path, 20, rank=None)
+    for process, rank in ((10, 1), (20, 0)):
+        writer = EventWriter(tmp_path / f"events-{rank}.jsonl")
+        writer.write("start", rank=rank, process=process)
+        writer.close()
+    assert [known.process for known in watchdog._ranks().values()] == [20, 10]
+
+
+@pytest.mark.parametrize(("events", "expected"), [((), 1), (("stop",), 0), (("exit",), 0)])
+def test_a_rank_that_is_not_measured_any_more_does_not_hang(
+    tmp_path: Path, watchdog: Watchdog, reports: list[Any], events: tuple[str, ...], expected: int
+) -> None:
+    write_process(tmp_path, 10, *events, rank="0")
+    file = tmp_path / "events-0.jsonl"
+    file.touch()
+    os.utime(file, (1, 1))
+    watchdog._examine_hang()
+    assert len(reports) == expected
+
+
+def test_several_ranks_that_do_the_same_are_named_together() -> None:
+    state = {"ended": None, "collective": None, "line": "train.py:3 in load", "stack": [1]}
+    ranks = [{"rank": rank, **state} for rank in range(3)]
+    assert list(lines({"mismatches": [], "ranks": ranks})) == [
+        "ranks 0-2 run, at train.py:3 in load"
+    ]
 
 
 SCRIPT = """

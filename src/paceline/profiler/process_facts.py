@@ -79,6 +79,11 @@ class ProcessFacts:
             answers=self._stacks is not None,
         )
 
+    def stop(self) -> None:
+        """Note that the process goes on, but is not measured any more."""
+        with contextlib.suppress(OSError, RunError):
+            self._events.write("stop")
+
     def close(self) -> None:
         """Note how the process ends; once, and not in a forked process."""
         if self._is_closed or os.getpid() != self._process:
@@ -130,6 +135,9 @@ class ProcessRecord:
     main_thread: int
     answers: bool
     """Whether it writes its stacks on request."""
+    began: float = 0.0
+    is_done: bool = False
+    """Whether it runs, but is not measured any more."""
     ended: float | None = None
     """When the process ended by itself."""
     exception: str | None = None
@@ -152,7 +160,10 @@ def _read(path: Path) -> ProcessRecord | None:
                     int(rank) if rank is not None and str(rank).isdigit() else None,
                     line["main_thread"],
                     line["answers"],
+                    line["time"],
                 )
+            case "stop" if record is not None:
+                record.is_done = True
             case "exit" if record is not None:
                 record.ended = line["time"]
             case "exception" if record is not None:

@@ -72,6 +72,8 @@ class Session:
         self.log.step(self.tracker)
         if self.log.window.is_over(self.tracker.steps):
             self._stop()
+            if self._facts is not None:
+                self._facts.stop()
 
     def _use(self) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "facts", {"steps": self.tracker.steps, **process_use(), **self._calls.due_records()}
@@ -93,6 +95,8 @@ class Session:
     def fail(self, error: Exception) -> None:
         self._is_open = False
         warn(self.folder, f"the profiler stopped: {error_line(error)}")
+        if self._facts is not None:
+            self._facts.stop()
         # Not the kernels of the dispatcher: one of them may have failed, and is still running.
         self._hooks.remove(is_in_hook=True)
 

@@ -53,10 +53,11 @@ class Watchdog:
         self._watched: dict[int, int] = {}
         """Process ids by descriptor."""
         self._known: set[int] = set()
+        self._has_new_ends = False
         self._examined_progress = 0.0
         self._next_check = 0.0
-        self._is_ending = False
-        """Whether a rank failed or a signal ends the job: what follows is the effect."""
+        self._has_failure = self._is_stopping = False
+        """Whether a rank failed, or a signal ends the job: what follows is the effect."""
         self._poller = select.poll()
         self._wake = os.eventfd(0)
         self._poller.register(self._wake, select.POLLIN)
@@ -81,10 +82,9 @@ class Watchdog:
     def before_stop(self) -> None:
         """Examine the ranks before a signal ends them, if they have made no progress for long."""
         with self._lock:
-            if self._is_ending:
+            if self._is_stopping:
                 return
-            # What follows is the effect of the signal.
-            self._is_ending = True
+            self._is_stopping = True
             logs = self._logs()
             progress = self._last_progress(logs)
             idle = time.time() - progress
@@ -111,6 +111,9 @@ class Watchdog:
             if process in self._known:
                 continue
             self._known.add(process)
+            if not self._is_stopping:
+                # A launcher started the ranks again: a rank may fail again.
+                self._has_failure = False
             # Of a process that has ended already, its own record says how.
             with contextlib.suppress(OSError):
                 descriptor = os.pidfd_open(process)
@@ -124,19 +127,21 @@ class Watchdog:
         self._poller.unregister(descriptor)
         os.close(descriptor)
         self._ended[process] = _End(time.time(), _how_it_ended(process))
+        self._has_new_ends = True
 
     def _examine_deaths(self) -> None:
         """Report the first rank that ended by an exception or a signal."""
-        if self._is_ending or not self._ended:
+        if not self._has_new_ends or self._has_failure or self._is_stopping:
             return
-        logs = self._logs()
+        self._has_new_ends = False
         failed = {
             rank: moment
-            for rank, known in self._ranks(logs).items()
+            for rank, known in self._ranks().items()
             if (moment := self._failure_time(known)) is not None
         }
         if failed:
-            self._is_ending = True
+            self._has_failure = True
+            logs = self._logs()
             idle = time.time() - self._last_progress(logs)
             self._report("death", idle, logs, min(failed, key=failed.__getitem__))
 
@@ -160,18 +165,25 @@ class Watchdog:
         steps = self._last_step()
         if now - steps < self._hang_seconds:
             return
+        # Logs may be large: not each second while nothing changes.
+        self._next_check = now + self._hang_seconds / 4
+        ranks = self._ranks()
+        # After the last step to measure, a rank writes nothing more.
+        if any(known.is_done for known in ranks.values()):
+            return
         logs = self._logs()
         progress = max(steps, last_progress(list(logs.values())))
         if now - progress < self._hang_seconds or progress <= self._examined_progress:
             return
         # Preparations before the first step, and what follows the last one, may take long.
-        if find_pending(logs, now) or (steps and self._is_any_running(logs)):
+        if find_pending(logs, now) or (steps and self._is_any_running(ranks)):
             self._examined_progress = progress
             self._report("hang", now - progress, logs)
 
-    def _is_any_running(self, logs: dict[int, RankCollectives]) -> bool:
-        ranks = self._ranks(logs).values()
-        return any(known.ended is None and known.process not in self._ended for known in ranks)
+    def _is_any_running(self, ranks: dict[int, ProcessRecord]) -> bool:
+        return any(
+            known.ended is None and known.process not in self._ended for known in ranks.values()
+        )
 
     def _last_step(self) -> float:
         """When a rank last wrote steps; 0 if none did."""
@@ -192,17 +204,23 @@ class Watchdog:
         *_, logs = {}, *read_logs(self._folder.path)
         return logs
 
-    def _ranks(self, logs: dict[int, RankCollectives]) -> dict[int, ProcessRecord]:
-        """The process of each rank."""
+    def _ranks(self) -> dict[int, ProcessRecord]:
+        """The process of each rank.
+
+        A rank that has not trained yet is known by its environment. Programs that it starts have
+        the same, but begin later.
+        """
         processes = {record.process: record for record in read_processes(self._folder.path)}
-        ranks = {one.rank: one for one in processes.values() if one.rank is not None}
-        for path in self._folder.path.glob("events-*.jsonl"):
-            for event in read_lines(path):
-                if event.get("event") == "start" and event.get("process") in processes:
-                    ranks[int(event["rank"])] = processes[event["process"]]
-        for rank, log in logs.items():
-            if log.process in processes:
-                ranks[rank] = processes[log.process]
+        ranks: dict[int, ProcessRecord] = {}
+        for one in sorted(processes.values(), key=lambda record: record.began):
+            if one.rank is not None:
+                ranks.setdefault(one.rank, one)
+        files = sorted(self._folder.path.glob("collectives-*.jsonl"), key=_attempt)
+        for path in [*self._folder.path.glob("events-*.jsonl"), *files]:
+            # The first line says which process writes the file.
+            first = next(read_lines(path), {})
+            if first.get("process") in processes:
+                ranks[int(first["rank"])] = processes[first["process"]]
         return dict(sorted(ranks.items()))
 
     def _report(
@@ -215,7 +233,7 @@ class Watchdog:
         now = time.time()
         pending = find_pending(logs, now)
         states = []
-        for rank, known in self._ranks(logs).items():
+        for rank, known in self._ranks().items():
             has_ended = known.ended is not None or known.process in self._ended
             state = RankState(rank, known.process, exception=known.exception)
             if has_ended:
@@ -231,6 +249,11 @@ class Watchdog:
         # Now, because this process may be killed, too.
         write_json(self._folder.path / FILE, {"reports": self.reports})
         self._on_report(self.reports[-1])
+
+
+def _attempt(path: Path) -> int:
+    """The number of the start of a rank, from `collectives-<rank>-<start>.jsonl`."""
+    return int(path.stem.rpartition("-")[2])
 
 
 def _how_it_ended(process: int) -> str:

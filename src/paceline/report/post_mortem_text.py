@@ -43,7 +43,11 @@ def lines(report: Report) -> Iterator[str]:
         if number == RANKS_SHOWN:
             yield f"{len(together) - RANKS_SHOWN} more in the records"
             return
-        yield f"{format_ranks(ranks)} {doing}"
+        yield f"{format_ranks(ranks)} {doing if len(ranks) == 1 else _plural(doing)}"
+
+
+def _plural(doing: str) -> str:
+    return re.sub(r"^(run|wait)s\b", r"\1", doing)
 
 
 def _state(report: Report, rank: int) -> Mapping[str, Any]:
