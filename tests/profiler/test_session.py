@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import multiprocessing
 import os
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from paceline.errors import UsageError
 from paceline.profiler import WARNINGS_FILE, session
 from paceline.profiler.collection import read_ranks
+from paceline.profiler.hooks import Hooks
 from paceline.profiler.session import Session
 from paceline.profiler.step_window import StepWindow
 from paceline.records import RunFolder
@@ -61,6 +64,36 @@ def test_closing_restores_torch(tmp_path: Path) -> None:
     measured.close()
     assert not any(one is other for one, other in zip(before, during, strict=True))
     assert [getattr(owner, name) for owner, name in replaced] == before
+
+
+def test_replaced_functions_can_be_sent_to_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replaced: list[tuple[Any, str, Any]] = []
+    replace = Hooks.replace
+
+    def note(hooks: Hooks, owner: Any, name: str, make: Any) -> None:
+        replaced.append((owner, name, getattr(owner, name)))
+        replace(hooks, owner, name, make)
+
+    monkeypatch.setattr(Hooks, "replace", note)
+    signature = inspect.signature(torch.save)
+    store = f"file://{tmp_path / 'store'}"
+    with profiled(tmp_path):
+        torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+        try:
+            for owner, name, original in replaced:
+                function = getattr(owner, name)
+                assert function is not original
+                assert pickle.loads(pickle.dumps(function)) is function
+            assert inspect.signature(torch.save) == signature
+            messages = [pickle.dumps(getattr(owner, name)) for owner, name, _ in replaced]
+        finally:
+            torch.distributed.destroy_process_group()
+    assert {"save", "item", "all_reduce", "synchronize"} <= {name for _, name, _ in replaced}
+    # Without the profiler, the same names are the functions of torch.
+    for (owner, name, _), message in zip(replaced, messages, strict=True):
+        assert pickle.loads(message) == getattr(owner, name)
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,16 @@
 """Where torch calls the profiler: replaced functions and methods, and optimizer hooks.
 
-A replaced function calls the original with the arguments it got. Models and optimizers are not
-changed, so what a script saves is what it saves without the profiler.
+A replaced function calls the original with the arguments it got, and has its name: a script can
+send it to another process. Models and optimizers are not changed, so what a script saves is what it
+saves without the profiler.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -43,13 +46,22 @@ class Hooks:
 
     def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         """Replace an attribute by `make(original)`."""
-        is_own = name in vars(owner)
         original = getattr(owner, name)
-        setattr(owner, name, make(original))
-        # An inherited method is found again without the replacement.
-        self._undo.append(
-            (lambda: setattr(owner, name, original)) if is_own else (lambda: delattr(owner, name))
-        )
+        replacement = named_like(make(original), original, owner, name)
+        self._set(owner, name, replacement)
+        if isinstance(owner, ModuleType):
+            # pickle finds a function in the module that defines it.
+            defining = sys.modules.get(original.__module__)
+            if getattr(defining, name, None) is original:
+                self._set(defining, name, replacement)
+
+    def _set(self, owner: Any, name: str, replacement: Any) -> None:
+        if name in vars(owner):
+            self._undo.append(functools.partial(setattr, owner, name, getattr(owner, name)))
+        else:
+            # An inherited method is found again without the replacement.
+            self._undo.append(functools.partial(delattr, owner, name))
+        setattr(owner, name, replacement)
 
     def remove(self, *, is_in_hook: bool = False) -> None:
         """Restore what was replaced; hooks of optimizers stay where torch is calling them."""
@@ -156,8 +168,18 @@ class Hooks:
             return save
 
         self.replace(torch, "save", make)
-        self.replace(torch.serialization, "save", make)
         self._make_save = make
+
+
+def named_like(replacement: Any, original: Any, owner: Any, name: str) -> Any:
+    """Give a replacement the name under which it is found, and the signature of the original."""
+    functools.update_wrapper(replacement, original)
+    replacement.__name__ = replacement.__qualname__ = name
+    if isinstance(owner, type):
+        # The original may be inherited, or have another name.
+        replacement.__module__ = owner.__module__
+        replacement.__qualname__ = f"{owner.__qualname__}.{name}"
+    return replacement
 
 
 def measured_call(original: Any, tracker: StepTracker, call_model: Callable[..., Any]) -> Any:

@@ -6,7 +6,6 @@ optimizer that reads its step count, is not for the script to change.
 
 from __future__ import annotations
 
-import functools
 import linecache
 import os
 import sys
@@ -143,7 +142,6 @@ class ScriptCalls:
         ignored, note, getframe = self._ignored, guard(self._note), sys._getframe
 
         def make(original: Any) -> Any:
-            @functools.wraps(original)
             def call(*args: Any, **kwargs: Any) -> Any:
                 if is_dynamo_compiling() or getframe(1).f_code in ignored:
                     return original(*args, **kwargs)
@@ -161,7 +159,6 @@ class ScriptCalls:
         ignored, note, getframe = self._ignored, guard(self._note), sys._getframe
 
         def make(original: Any) -> Any:
-            @functools.wraps(original)
             def call(tensor: Any) -> Any:
                 if is_dynamo_compiling() or getframe(1).f_code in ignored:
                     return original(tensor)
@@ -215,7 +212,6 @@ class ScriptCalls:
         created, began, got = guard(self._created), guard(self._began), guard(self._got)
 
         def make_loader(original: Any) -> Any:
-            @functools.wraps(original)
             def init(loader: Any, *args: Any, **kwargs: Any) -> None:
                 original(loader, *args, **kwargs)
                 created(loader, sys._getframe(1))
@@ -223,7 +219,6 @@ class ScriptCalls:
             return init
 
         def make_iterator(original: Any) -> Any:
-            @functools.wraps(original)
             def init(iterator: Any, loader: Any) -> None:
                 original(iterator, loader)
                 began(iterator, loader)
@@ -263,7 +258,6 @@ class ScriptCalls:
         wrapped, searched = guard(self._wrapped), guard(self._searched)
 
         def make_init(original: Any) -> Any:
-            @functools.wraps(original)
             def init(model: Any, *args: Any, **kwargs: Any) -> None:
                 original(model, *args, **kwargs)
                 wrapped(model, sys._getframe(1))
@@ -271,7 +265,6 @@ class ScriptCalls:
             return init
 
         def make_search(original: Any) -> Any:
-            @functools.wraps(original)
             def post_forward(model: Any, output: Any) -> Any:
                 if is_dynamo_compiling() or not model.find_unused_parameters:
                     return original(model, output)
