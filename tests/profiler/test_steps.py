@@ -248,6 +248,41 @@ def test_evaluation_with_gradients(tmp_path: Path) -> None:
     assert measured.phases == [*STEP * 2, "input", *["evaluate", "input"] * 2]
 
 
+@pytest.mark.parametrize("has_loader", [False, True])
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_evaluation_without_a_loader_of_training_batches(
+    tmp_path: Path, has_loader: bool, is_inside: bool
+) -> None:
+    net = model()
+    optimizer = sgd(net)
+    batch = torch.ones(4, 2), torch.zeros(4, 2)
+    with profiled(tmp_path) as measured:
+        for _ in range(2):
+            for _ in range(2):
+                train_step(net, optimizer, *batch)
+            net.eval()
+            with torch.set_grad_enabled(is_inside):
+                for inputs, _targets in loader(2) if has_loader else [batch] * 2:
+                    with torch.no_grad():
+                        net(inputs)
+            net.train()
+    evaluation = ["input", "evaluate"] if has_loader and is_inside else ["evaluate"]
+    assert measured.phases == [*STEP[1:] * 2, *evaluation] * 2
+    assert len(measured.record.step_seconds) == 4
+
+
+def test_a_teacher_without_a_loader_is_part_of_forward(tmp_path: Path) -> None:
+    net = model()
+    teacher = copy.deepcopy(net).eval()
+    optimizer = sgd(net)
+    with profiled(tmp_path) as measured:
+        for inputs in torch.ones(3, 4, 2):
+            with torch.no_grad():
+                targets = teacher(inputs)
+            train_step(net, optimizer, inputs, targets)
+    assert measured.phases == STEP[1:] * 3
+
+
 def test_a_teacher_is_part_of_forward(tmp_path: Path) -> None:
     net = model()
     teacher = copy.deepcopy(net).eval()

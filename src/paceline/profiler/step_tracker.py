@@ -83,6 +83,8 @@ class StepTracker:
         self._samples_ahead = 0
         """In its batches since the last backward pass."""
         self._evaluation_iterator = 0
+        self._maybe_teacher: Callable[[], nn.Module | None] = lambda: None
+        """A weak reference to a model called without gradients, perhaps for a training batch."""
         self._maybe_evaluation = False
         """Whether the model called last is in evaluation mode, but with gradients."""
 
@@ -123,6 +125,7 @@ class StepTracker:
             self._is_interrupted, self._computes = True, False
         self._maybe_evaluation = False
         if not torch.is_grad_enabled() or self._evaluation_iterator == id(iterator):
+            self._maybe_teacher = lambda: None
             self._enter_evaluation()
             return False
         self._is_after_backward = False
@@ -155,8 +158,7 @@ class StepTracker:
             self.module_calls += self._modules.get(id(model)) or self._count_modules(model)
         has_batch, self._has_batch = self._has_batch, False
         if torch.is_grad_enabled() or model.training:
-            if phase == "evaluate" and self._evaluation_iterator == self._iterator:
-                # A model without gradients was called for the training batch, such as a teacher.
+            if phase == "evaluate" and self._has_teacher(model):
                 self._relabel("forward")
                 self._is_interrupted = False
             self._evaluation_iterator = 0
@@ -170,7 +172,17 @@ class StepTracker:
         elif phase != "evaluate":
             if has_batch:
                 self._evaluation_iterator = self._iterator
+            if has_batch or not self._iterator:
+                self._maybe_teacher = ref(model)
             self._enter_evaluation()
+
+    def _has_teacher(self, model: nn.Module) -> bool:
+        """Whether a model was called without gradients for the training batch, like a teacher."""
+        found, self._maybe_teacher = self._maybe_teacher(), lambda: None
+        if found is None or self._iterator:
+            return found is not None
+        # Without a DataLoader, calls of the trained model itself are taken for evaluation.
+        return found is not model and found is not getattr(model, "module", None)
 
     def _count_modules(self, model: nn.Module) -> int:
         modules = self._modules[id(model)] = sum(1 for _ in model.modules())
