@@ -139,6 +139,16 @@ def test_a_rank_that_starts_again_replaces_its_records(tmp_path: Path, script: s
     assert values["warnings"] == [text]
 
 
+@pytest.mark.parametrize("exit_code", [0, 3])
+def test_a_folder_that_is_removed_keeps_the_exit_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], exit_code: int
+) -> None:
+    remove = f"rm -r {tmp_path}/run; exit {exit_code}"
+    assert profile(tmp_path, "sh", "-c", remove, flags=()) == exit_code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "the records are incomplete: cannot write" in line
+
+
 def test_a_missing_command_leaves_no_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

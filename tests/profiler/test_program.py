@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import shutil
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,20 @@ def test_a_failing_block_leaves_records(tmp_path: Path) -> None:
     assert profile.result is not None
     assert profile.result["status"] == "failed"
     assert profile.result["cause"] == "RuntimeError: out of data"
+
+
+def test_a_folder_that_is_removed_does_not_stop_the_program(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    net = model()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    with paceline.profile(out=str(tmp_path), name="own") as profile:
+        for batch in loader(3):
+            train_step(net, optimizer, *batch)
+        shutil.rmtree(tmp_path / "own")
+    assert profile.result is None
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("paceline: the records are incomplete: cannot write")
 
 
 def test_a_step_outside_a_profile_does_nothing() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from paceline.config import RunSettings
-from paceline.errors import UsageError
+from paceline.errors import RunError, UsageError
 from paceline.measure.sampler import ResourceSampler
 from paceline.profiler import FOLDER_VARIABLE, STEPS_VARIABLE, TRACE_VARIABLE
 from paceline.profiler.collection import write_result
@@ -47,7 +47,8 @@ def profile(
 ) -> Outcome:
     """Run a command and return what its training processes measured.
 
-    `on_report` is called with each post-mortem, from another thread.
+    `on_report` is called with each post-mortem, from another thread. RunError if the result cannot
+    be written; its exit code is that of the command.
     """
     StepWindow.parse(steps)
     values = {"command": list(command), **({"steps": steps} if steps else {})}
@@ -64,8 +65,14 @@ def profile(
         reports = watchdog.stop()
         status, cause = describe_end(command[0], exit_code, running.received)
         warnings = [warning] if warning else []
-        result = write_result(folder, settings, status, cause, warnings, reports)
-    return Outcome(folder, result, exit_code if exit_code >= 0 else 128 - exit_code)
+        exit_code = exit_code if exit_code >= 0 else 128 - exit_code
+        try:
+            result = write_result(folder, settings, status, cause, warnings, reports)
+        except (RunError, OSError) as error:
+            failure = RunError(f"the records are incomplete: {error}")
+            failure.exit_code = exit_code
+            raise failure from None
+    return Outcome(folder, result, exit_code)
 
 
 def describe_end(

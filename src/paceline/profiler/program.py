@@ -7,7 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
@@ -16,12 +16,13 @@ from typing import Any
 
 import torch.distributed
 from torch.distributed import (  # type: ignore[attr-defined]  # torch does not list it
+    DistError,
     PrefixStore,
     distributed_c10d,
 )
 
 from paceline.config import RunSettings
-from paceline.errors import UsageError, error_line
+from paceline.errors import RunError, UsageError, error_line
 from paceline.measure.sampler import ResourceSampler
 from paceline.profiler import FOLDER_VARIABLE, session
 from paceline.profiler.collection import write_result
@@ -42,7 +43,7 @@ class Profile:
 
     folder: Path
     result: Result | None = None
-    """The contents of result.json, on rank 0 after the block."""
+    """The contents of result.json, on rank 0 after the block; None if it cannot be written."""
 
 
 @contextmanager
@@ -78,7 +79,11 @@ def profile(*, out: str = "runs", name: str | None = None, steps: str = "") -> I
             warning = sampler.stop()
             run_folder = RunFolder(profile.folder)
             warnings = [warning] if warning else []
-            profile.result = write_result(run_folder, settings, status, cause, warnings)
+            try:
+                profile.result = write_result(run_folder, settings, status, cause, warnings)
+            except (RunError, OSError) as error:
+                # The program goes on without the records.
+                sys.stderr.write(f"paceline: the records are incomplete: {error}\n")
 
 
 def step() -> None:
@@ -143,8 +148,10 @@ class _Ranks:
         """On rank 0, wait until the others have written their records, or for some seconds."""
         if self._store is None:
             return
-        self._store.set(f"end/{self._rank}", "")
         deadline = time.monotonic() + END_SECONDS
         keys = [f"end/{rank}" for rank in range(self._world_size)]
-        while self._rank == 0 and time.monotonic() < deadline and not self._store.check(keys):
-            time.sleep(0.01)
+        # The store may have ended with the process that serves it.
+        with suppress(DistError):
+            self._store.set(f"end/{self._rank}", "")
+            while self._rank == 0 and time.monotonic() < deadline and not self._store.check(keys):
+                time.sleep(0.01)
