@@ -164,14 +164,23 @@ def test_all_reduces_of_single_parameters(tmp_path: Path) -> None:
     assert (one.per_step, one.mean_bytes) == (20, 50_000)
 
 
-@pytest.mark.parametrize(("unused_bytes", "count"), [(0, 1), (1000, 0)])
-def test_find_unused_parameters_is_named_if_all_are_used(
-    tmp_path: Path, unused_bytes: int, count: int
+@pytest.mark.parametrize(
+    ("of_last_rank", "count"),
+    [
+        ({}, 1),
+        ({"unused_bytes": 1000}, 0),
+        # In some steps, which the size does not cover.
+        ({"same_parameters_unused": False}, 0),
+    ],
+)
+def test_find_unused_parameters_is_named_if_all_ranks_always_use_all(
+    tmp_path: Path, of_last_rank: dict[str, Any], count: int
 ) -> None:
     model = {**line(9, "net = DDP(net)"), "bucket_bytes": [5_000_000], "searches": 200,
-             "find_unused_parameters": True, "unused_bytes": unused_bytes,
+             "find_unused_parameters": True, "unused_bytes": 0, "same_parameters_unused": True,
              "search_seconds": 0.1}  # fmt: skip
-    named = faults(tmp_path, FakeScript(facts=[{"ddp_models": [model]}] * 2))
+    facts = [{"ddp_models": [model]}, {"ddp_models": [{**model, **of_last_rank}]}]
+    named = faults(tmp_path, FakeScript(facts=facts))
     assert [type(one) for one in named] == [found.NeedlessSearch] * count
 
 

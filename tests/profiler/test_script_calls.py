@@ -121,6 +121,35 @@ def test_ddp_models_and_collectives(tmp_path: Path, search: bool) -> None:
     assert (call["call"], call["count"], call["bytes"]) == ("dist.all_reduce", 4, 4 * 20)
 
 
+class OptionalLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, inputs: torch.Tensor, uses_both: bool) -> torch.Tensor:
+        outputs: torch.Tensor = self.first(inputs)
+        return self.second(outputs) if uses_both else outputs
+
+
+@pytest.mark.parametrize("unused_step", [None, 17])
+def test_a_parameter_that_one_step_leaves_unused(tmp_path: Path, unused_step: int | None) -> None:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
+    try:
+        with profiled(tmp_path) as measured:
+            net = DistributedDataParallel(OptionalLayer(), find_unused_parameters=True)
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            for step in range(20):
+                net(torch.ones(1, 2), step != unused_step).sum().backward()
+                optimizer.step()
+            recorded = facts_at_end(measured, net)
+    finally:
+        dist.destroy_process_group()
+    (one,) = recorded["ddp_models"]
+    assert one["same_parameters_unused"] == (unused_step is None)
+
+
 def facts_at_end(measured: Profiled, keep: nn.Module) -> dict[str, Any]:
     """While the model is alive."""
     return measured.session._calls.records()

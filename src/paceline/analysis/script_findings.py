@@ -116,7 +116,7 @@ class SmallBuckets:
 
 @dataclass(frozen=True, slots=True)
 class NeedlessSearch:
-    """find_unused_parameters=True, but all parameters are used."""
+    """find_unused_parameters=True, but every step of every rank uses all parameters."""
 
     share: float
     line: Line | None
@@ -292,8 +292,11 @@ def _queue_share(ranks: list[RankFacts]) -> float | None:
 
 
 def _about_ddp(profile: ScriptProfile) -> Iterator[ScriptFinding]:
+    # Without the search, a parameter that a single rank leaves unused in a single step is an error.
+    if not all(model.is_always_used for one in profile.ranks for model in one.ddp_models):
+        return
     for model in profile.ranks[0].ddp_models:
-        if model.find_unused_parameters and model.searches and not model.unused_bytes:
+        if model.find_unused_parameters and model.searches:
             seconds = model.search_seconds / model.searches
             share = profile.ranks[0].share(model.search_seconds)
             yield NeedlessSearch(share, model.line, seconds)

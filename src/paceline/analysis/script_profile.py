@@ -54,8 +54,16 @@ class DdpModel:
     bucket_bytes: tuple[int, ...]
     find_unused_parameters: bool
     unused_bytes: int
+    """In sampled steps."""
+    same_parameters_unused: bool
+    """In all steps; false if unknown."""
     searches: int
     search_seconds: float
+
+    @property
+    def is_always_used(self) -> bool:
+        """Whether every step uses all parameters, as far as this rank searched for unused ones."""
+        return self.same_parameters_unused and not self.unused_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +214,7 @@ def _ddp_model(one: Mapping[str, Any]) -> DdpModel:
         tuple(size for size in sizes if type(size) is int) if isinstance(sizes, list) else (),
         one.get("find_unused_parameters") is True,
         _integer(one.get("unused_bytes")) or 0,
+        one.get("same_parameters_unused") is True,
         _integer(one.get("searches")) or 0,
         _number(one.get("search_seconds")) or 0.0,
     )

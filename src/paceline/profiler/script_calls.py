@@ -316,6 +316,8 @@ class ScriptCalls:
                 **(describe_line(*use.line) if use.line else {}),
                 **describe(model),
                 "unused_bytes": unused,
+                # The size is of sampled searches; this compares all of them.
+                "same_parameters_unused": model.reducer._ddp_graph_static(),
                 "searches": use.searches,
                 "search_seconds": round(use.search_seconds, 6),
             }
