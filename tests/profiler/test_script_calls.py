@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from paceline.profiler.overhead import HookCosts, measure_hook_costs
 from tests.support.profiled import Profiled, loader, loss_of, model, profiled, train_step
 
 
@@ -45,6 +46,41 @@ def test_calls_are_counted_by_line(tmp_path: Path) -> None:
     assert every["file"] == __file__
     assert every["code"].startswith("total, number = loss.item()")
     assert 0 < every["seconds"] < 1
+
+
+def test_of_many_read_backs_few_are_timed_and_all_are_counted(tmp_path: Path) -> None:
+    net = model()
+    optimizer = torch.optim.Adam(net.parameters(), foreach=False)
+    values = list(torch.ones(100))
+    with profiled(tmp_path) as measured:
+        for step, batch in enumerate(loader(6)):
+            # Once in each of the first three steps, 200 times in each of the others.
+            for _ in range(1 if step < 3 else 100):
+                assert values[step].item() + values[0].item() == 2, here()
+            train_step(net, optimizer, *batch)
+    (found,) = facts(measured)["calls"]
+    assert (found["count"], found["steps"]) == (3 * (2 + 200), 6)
+    assert 0 < found["seconds"] < 1
+    tracker = measured.session.tracker
+    assert tracker.timed_calls < found["count"] / 2
+    # Adam reads four step counts in each step; the first reading finds that it is torch's.
+    assert tracker.timed_calls + tracker.skipped_calls == found["count"] + 4 * 6 - 1
+
+
+def test_the_overhead_contains_read_backs(tmp_path: Path) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with profiled(tmp_path) as measured:
+        for batch in loader(3):
+            train_step(net, optimizer, *batch)
+            for _ in range(100):
+                batch[0].sum().item()
+    tracker = measured.session.tracker
+    without = HookCosts().seconds(tracker)
+    assert HookCosts(timed_seconds=1.0, skipped_seconds=1.0).seconds(tracker) - without >= 300
+    costs = measure_hook_costs(lambda function: function)
+    assert costs.timed_seconds > 0
+    assert costs.skipped_seconds > 0
 
 
 def test_evaluation_is_not_counted(tmp_path: Path) -> None:

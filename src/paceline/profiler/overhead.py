@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from paceline.profiler.hooks import Guard, measured_call
+from paceline.profiler.script_calls import ScriptCalls
 from paceline.profiler.step_tracker import StepTracker
 
 BLOCKS, REPEATS = 5, 40
@@ -24,11 +25,18 @@ class HookCosts(NamedTuple):
     """Of a phase change, with the hook that makes it."""
     call_seconds: float = 0.0
     """Of the call of a module inside a model."""
+    timed_seconds: float = 0.0
+    """Of a timed call, such as a read-back."""
+    skipped_seconds: float = 0.0
+    """Of a read-back that is not timed."""
 
     def seconds(self, tracker: StepTracker) -> float:
         """Estimate the time that all hooks so far took the script."""
         changes = tracker.clock.switches * self.change_seconds
-        return changes + tracker.module_calls * self.call_seconds + tracker.recorder_seconds
+        modules = tracker.module_calls * self.call_seconds
+        calls = tracker.timed_calls * self.timed_seconds
+        skipped = tracker.skipped_calls * self.skipped_seconds
+        return changes + modules + calls + skipped + tracker.recorder_seconds
 
 
 class _Optimizer:
@@ -39,10 +47,10 @@ def measure_hook_costs(guard: Guard) -> HookCosts:
     tracker = StepTracker(lambda: None)
     step = _step_of_hooks(tracker, guard)
     seconds = _seconds(step)
-    return HookCosts(
-        change_seconds=BLOCKS * REPEATS * seconds / tracker.clock.switches,
-        call_seconds=max(0.0, _seconds(_call(tracker)) - _seconds(lambda: _nothing(None, None))),
-    )
+    change_seconds = BLOCKS * REPEATS * seconds / tracker.clock.switches
+    nothing = _seconds(lambda: _nothing(None, None))
+    others = (_call(tracker), _timed_read_back(tracker, guard), _skipped_read_back(tracker, guard))
+    return HookCosts(change_seconds, *(max(0.0, _seconds(each) - nothing) for each in others))
 
 
 def _seconds(function: Callable[[], object]) -> float:
@@ -82,3 +90,21 @@ def _call(tracker: StepTracker) -> Callable[[], None]:
     call = measured_call(_nothing, tracker, _nothing)
     tracker.clock.enter("forward")
     return lambda: call(None, None)
+
+
+def _timed_read_back(tracker: StepTracker, guard: Guard) -> Callable[[], object]:
+    read_back = ScriptCalls(tracker).read_back("", guard)(_nothing)
+    # Calls from lines of paceline are not timed.
+    call = eval(compile("lambda: call(None)", "script", "eval"), {"call": read_back})
+
+    def step() -> None:
+        # The first calls of a step are timed.
+        tracker.steps += 1
+        call()
+
+    return step
+
+
+def _skipped_read_back(tracker: StepTracker, guard: Guard) -> Callable[[], object]:
+    call = ScriptCalls(tracker).read_back("", guard)(_nothing)
+    return lambda: call(None)

@@ -6,13 +6,9 @@ optimizer that reads its step count, is not for the script to change.
 
 from __future__ import annotations
 
-import linecache
-import os
 import sys
-import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from time import perf_counter
 from types import CodeType, FrameType
 from typing import Any
@@ -24,6 +20,14 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn.parallel import DistributedDataParallel
 
+from paceline.profiler.call_sites import (
+    PACELINE,
+    TORCH,
+    CallSite,
+    describe_line,
+    is_within,
+    script_line,
+)
 from paceline.profiler.ddp import describe
 from paceline.profiler.hooks import Guard, Hooks
 from paceline.profiler.step_tracker import StepTracker
@@ -44,40 +48,11 @@ COLLECTIVES = (
 NOT_IN_STEPS = frozenset(("input", "evaluate", "checkpoint"))
 """Phases in which a call does not block a step."""
 CHECKPOINT_CALL = "torch.save"
+TIMED_MAX, STRIDE = 64, 16
+"""Read-backs of one line that are all timed in a step; of those after them, one in `STRIDE` is."""
+NEVER_TIMED = 1 << 62
 RECORD_SHARE = 0.1
 """A script that is killed loses at most the calls of this share of its time."""
-
-TORCH = f"{Path(torch.__file__).parent}{os.sep}"
-PACELINE = f"{Path(__file__).parent.parent}{os.sep}"
-LIBRARIES = tuple(
-    sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib", "stdlib", "platstdlib")
-)
-
-
-@dataclass(slots=True)
-class CallSite:
-    """Calls of one function from one line."""
-
-    call: str
-    file: str
-    line: int
-    count: int = 0
-    seconds: float = 0.0
-    bytes: int = 0
-    """Of the tensors of collectives."""
-    steps: int = 0
-    """Steps with a call."""
-    last_step: int = -1
-
-    def to_record(self) -> dict[str, Any]:
-        return {
-            "call": self.call,
-            **describe_line(self.file, self.line),
-            "count": self.count,
-            "steps": self.steps,
-            "seconds": round(self.seconds, 6),
-            "bytes": self.bytes,
-        }
 
 
 @dataclass(slots=True)
@@ -121,6 +96,9 @@ class ScriptCalls:
         """None for a line that is not counted."""
         self._ignored: set[CodeType] = set()
         """Functions of torch and of the profiler."""
+        self._skipping: list[CallSite] = []
+        """Those of read-backs of which not all are timed in this step."""
+        self._ignored_sites: list[CallSite] = []
         self._loaders: WeakKeyDictionary[Any, LoaderUse] = WeakKeyDictionary()
         self._uses: list[LoaderUse] = []
         self._iterators: WeakKeyDictionary[Any, LoaderUse] = WeakKeyDictionary()
@@ -128,7 +106,7 @@ class ScriptCalls:
 
     def install(self, hooks: Hooks, guard: Guard) -> None:
         for name in READ_BACKS:
-            hooks.replace(Tensor, name, self._timed_read_back(f"Tensor.{name}", guard))
+            hooks.replace(Tensor, name, self.read_back(f"Tensor.{name}", guard))
         hooks.replace(torch.cuda, "synchronize", self._timed("torch.cuda.synchronize", guard))
         if torch.distributed.is_available():
             for name in COLLECTIVES:
@@ -147,59 +125,98 @@ class ScriptCalls:
                     return original(*args, **kwargs)
                 began = perf_counter()
                 result = original(*args, **kwargs)
-                note(name, getframe(1), began, perf_counter(), args, result)
+                note(name, getframe(1), perf_counter() - began, args, result)
                 return result
 
             return call
 
         return make
 
-    def _timed_read_back(self, name: str, guard: Guard) -> Callable[[Any], Any]:
-        """As above, but faster: an optimizer may read back a tensor for each parameter."""
-        ignored, note, getframe = self._ignored, guard(self._note), sys._getframe
+    def read_back(self, name: str, guard: Guard) -> Callable[[Any], Any]:
+        """As above, but faster: scripts may read back each element, and optimizers each step count.
+
+        The site is found by the instruction, since looking up the number of a line takes longer.
+        """
+        tracker, note, getframe = self._tracker, guard(self._note_read_back), sys._getframe
+        sites: dict[tuple[int, int], CallSite] = {}
+        unknown = CallSite(name, "", 0)
 
         def make(original: Any) -> Any:
             def call(tensor: Any) -> Any:
-                if is_dynamo_compiling() or getframe(1).f_code in ignored:
+                if is_dynamo_compiling() or tracker.clock.phase in NOT_IN_STEPS:
+                    return original(tensor)
+                frame = getframe(1)
+                site = sites.get((id(frame.f_code), frame.f_lasti), unknown)
+                if site.left:
+                    site.left -= 1
                     return original(tensor)
                 began = perf_counter()
                 result = original(tensor)
-                note(name, getframe(1), began, perf_counter(), (), result)
+                note(name, sites, frame, perf_counter() - began)
                 return result
 
             return call
 
         return make
 
+    def _note_read_back(
+        self, name: str, sites: dict[tuple[int, int], CallSite], frame: FrameType, seconds: float
+    ) -> None:
+        tracker = self._tracker
+        if not tracker.is_in_thread():
+            return
+        key = id(frame.f_code), frame.f_lasti
+        site = sites.get(key)
+        if site is None:
+            site = sites[key] = self._site(name, frame) or self._ignored_site(name)
+            if site.skips == NEVER_TIMED:
+                return
+        tracker.timed_calls += 1
+        tracker.skipped_calls += site.skips - site.left
+        site.add(seconds, tracker.steps)
+        if site.timed_in_step >= TIMED_MAX:
+            if not site.skips:
+                self._skipping.append(site)
+            site.skips = site.left = STRIDE - 1
+
+    def _ignored_site(self, name: str) -> CallSite:
+        site = CallSite(name, "", 0, skips=NEVER_TIMED, left=NEVER_TIMED)
+        self._ignored_sites.append(site)
+        return site
+
+    def end_step(self) -> None:
+        """Time all read-backs again."""
+        tracker = self._tracker
+        for site in self._skipping:
+            tracker.skipped_calls += site.add_skipped()
+            site.skips = site.left = 0
+        self._skipping.clear()
+        for site in self._ignored_sites:
+            tracker.skipped_calls += site.skips - site.left
+            site.left = site.skips
+
     def _note(
-        self,
-        name: str,
-        frame: FrameType,
-        began: float,
-        ended: float,
-        args: tuple[Any, ...],
-        result: Any,
+        self, name: str, frame: FrameType, seconds: float, args: tuple[Any, ...], result: Any
     ) -> None:
         tracker = self._tracker
         if not tracker.is_in_thread() or (
             tracker.clock.phase in NOT_IN_STEPS and name != CHECKPOINT_CALL
         ):
             return
-        key = frame.f_code, frame.f_lineno, name
-        if key not in self._sites:
-            self._sites[key] = self._new_site(name, frame)
-        site = self._sites[key]
+        site = self._site(name, frame)
         is_asynchronous = name.startswith("dist.") and result is not None
         if site is None or is_asynchronous:
             return
-        site.count += 1
-        site.seconds += ended - began
-        if site.last_step != tracker.steps:
-            site.last_step = tracker.steps
-            site.steps += 1
+        tracker.timed_calls += 1
+        site.add(seconds, tracker.steps)
         if name.startswith("dist.") and args and isinstance(args[0], Tensor):
             site.bytes += args[0].nbytes
-        tracker.recorder_seconds += perf_counter() - ended
+
+    def _site(self, name: str, frame: FrameType) -> CallSite | None:
+        key = frame.f_code, frame.f_lineno, name
+        if key not in self._sites:
+            self._sites[key] = self._new_site(name, frame)
+        return self._sites[key]
 
     def _new_site(self, name: str, frame: FrameType) -> CallSite | None:
         if is_within(frame, TORCH) or is_within(frame, PACELINE):
@@ -298,6 +315,7 @@ class ScriptCalls:
 
     def finish(self) -> None:
         """Records are due from now on: the next ones may be the last."""
+        self.end_step()
         self._interval_share = 0.0
         self._due = 0.0
 
@@ -321,22 +339,3 @@ class ScriptCalls:
                 "searches": use.searches,
                 "search_seconds": round(use.search_seconds, 6),
             }
-
-
-def is_within(frame: FrameType, folder: str) -> bool:
-    return frame.f_code.co_filename.startswith(folder)
-
-
-def script_line(frame: FrameType) -> tuple[str, int]:
-    """The innermost line that is not in an installed library; without one, that of the frame."""
-    found: FrameType | None = frame
-    while found is not None:
-        file = found.f_code.co_filename
-        if not file.startswith((*LIBRARIES, PACELINE, "<")):
-            return file, found.f_lineno
-        found = found.f_back
-    return frame.f_code.co_filename, frame.f_lineno
-
-
-def describe_line(file: str, line: int) -> dict[str, Any]:
-    return {"file": file, "line": line, "code": linecache.getline(file, line).strip()}

@@ -69,6 +69,7 @@ class Session:
     def _end_step(self) -> None:
         if self._trace is not None:
             self._trace.step()
+        self._calls.end_step()
         self.log.step(self.tracker)
         if self.log.window.is_over(self.tracker.steps):
             self._stop()

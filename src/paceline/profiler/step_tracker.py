@@ -52,6 +52,8 @@ class StepTracker:
         """Estimate: each module of a model is called once."""
         self.recorder_seconds = 0.0
         """What recording collectives took the program."""
+        self.timed_calls = self.skipped_calls = 0
+        """Calls that may block the program (`script_calls`)."""
         self.samples = 0
         """In the batches of DataLoaders that models were trained on."""
         self.checkpoints = 0
