@@ -202,21 +202,26 @@ class RunFolder:
         return cls.create_at(_new_path(config), RunSettings.of(config))
 
     @classmethod
-    def create_at(cls, path: Path, settings: RunSettings) -> RunFolder:
-        """Create a folder for a new run of any kind; RecordsError if it exists."""
+    def create_at(
+        cls, path: Path, settings: RunSettings, *, out: str = "--out", name: str = "--name"
+    ) -> RunFolder:
+        """Create a folder for a new run of any kind; RecordsError if it exists.
+
+        `out` and `name` are what the user changes to get another folder.
+        """
         folder = cls(path)
         try:
             make_folder(folder.path.parent)
             try:
                 folder.path.mkdir()
             except FileExistsError:
-                raise _taken(folder.path) from None
+                raise _taken(folder.path, settings.kind, name) from None
             sync_folder(folder.path.parent)
             folder.write_settings(settings)
         except (FileExistsError, NotADirectoryError):
-            raise RecordsError(f"--out: {folder.path.parent} is not a folder") from None
+            raise RecordsError(f"{out}: {folder.path.parent} is not a folder") from None
         except OSError as error:
-            raise RecordsError(f"cannot write to {folder.path}: {error.strerror}") from None
+            raise RecordsError(f"{out}: cannot write to {folder.path}: {error.strerror}") from None
         return folder
 
     @classmethod
@@ -224,7 +229,7 @@ class RunFolder:
         """Return the folder of a new run without creating it; RecordsError if it exists."""
         folder = cls(_new_path(config))
         if folder.path.exists():
-            raise _taken(folder.path)
+            raise _taken(folder.path, "train", "--name")
         return folder
 
     def locked(self) -> AbstractContextManager[None]:
@@ -357,10 +362,9 @@ def _new_path(config: RunConfig) -> Path:
     return out / (config.name or default_name(out, config.model, config.strategy))
 
 
-def _taken(path: Path) -> RecordsError:
-    return RecordsError(
-        f"{path} exists already: choose another --name, or continue it with --resume"
-    )
+def _taken(path: Path, kind: str, name: str) -> RecordsError:
+    resume = ", or continue it with --resume" if kind == "train" else ""
+    return RecordsError(f"{path} exists already: choose another {name}{resume}")
 
 
 def default_name(out: Path, *parts: str) -> str:

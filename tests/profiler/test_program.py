@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import paceline
+from paceline.comm.rank_info import RankInfo
 from paceline.errors import UsageError
 from paceline.profiler import FOLDER_VARIABLE
 from paceline.profiler.program import Profile
@@ -95,7 +98,7 @@ def test_the_command_measures_already(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_an_existing_name_is_a_usage_error(tmp_path: Path) -> None:
     (tmp_path / "own").mkdir()
     with (
-        pytest.raises(UsageError, match="exists already"),
+        pytest.raises(UsageError, match="own exists already: choose another name"),
         paceline.profile(out=str(tmp_path), name="own"),
     ):
         pass
@@ -119,18 +122,39 @@ def test_a_notebook_is_profiled_from_loading_to_unloading_the_extension(
 
 def train_as_rank(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    net = DistributedDataParallel(model())
-    optimizer = SGD(net.parameters(), lr=0.1)
     with paceline.profile(out=str(folder), name="own") as profile:
-        for batch in loader(4):
-            train_step(net, optimizer, *batch)
+        train_with_ddp()
     dist.destroy_process_group()
     assert (profile.result is None) == (rank == 1)
 
 
-def test_ranks_share_one_profile(tmp_path: Path) -> None:
+def train_as_rank_of_torchrun(rank: int, folder: Path, port: int) -> None:
+    """The program connects the ranks inside the block."""
+    at = RankInfo(rank, 2, rank, 2, 0, 1, "127.0.0.1", port, has_external_store=True)
+    os.environ.update(at.to_environment())
+    with paceline.profile(out=str(folder), name="own") as profile:
+        dist.init_process_group("gloo")
+        train_with_ddp()
+        dist.destroy_process_group()
+    assert (profile.result is None) == (rank == 1)
+
+
+def train_with_ddp() -> None:
+    net = DistributedDataParallel(model())
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for batch in loader(4):
+        train_step(net, optimizer, *batch)
+
+
+@pytest.mark.parametrize("is_connected_before", [True, False])
+def test_ranks_share_one_profile(tmp_path: Path, is_connected_before: bool) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    program: Any = train_as_rank if is_connected_before else train_as_rank_of_torchrun
+    arguments = () if is_connected_before else (store.port,)
     ranks = [
-        multiprocessing.get_context("fork").Process(target=train_as_rank, args=(rank, tmp_path))
+        multiprocessing.get_context("fork").Process(
+            target=program, args=(rank, tmp_path, *arguments)
+        )
         for rank in range(2)
     ]
     for rank in ranks:
@@ -145,3 +169,17 @@ def test_ranks_share_one_profile(tmp_path: Path) -> None:
     sent = [worker["traffic"]["gradients"]["bytes_sent"] for worker in result["workers"]]
     # Two linear layers of two inputs and outputs, in four steps; two ranks send it once.
     assert sent == [4 * 4 * 2 * (4 + 2)] * 2
+
+
+@pytest.mark.parametrize("launcher", [{}, {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}])
+def test_ranks_that_cannot_agree_are_told_to_connect_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: dict[str, str]
+) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", **launcher}.items():
+        monkeypatch.setenv(name, value)
+    with (
+        pytest.raises(UsageError, match="call init_process_group before profile"),
+        paceline.profile(out=str(tmp_path)),
+    ):
+        pass
+    assert not list(tmp_path.iterdir())

@@ -18,9 +18,12 @@ import torch.distributed
 from torch.distributed import (  # type: ignore[attr-defined]  # torch does not list it
     DistError,
     PrefixStore,
+    Store,
+    TCPStore,
     distributed_c10d,
 )
 
+from paceline.comm.rank_info import RankInfo
 from paceline.config import RunSettings
 from paceline.errors import RunError, UsageError, error_line
 from paceline.measure.sampler import ResourceSampler
@@ -50,7 +53,8 @@ class Profile:
 def profile(*, out: str = "runs", name: str | None = None, steps: str = "") -> Iterator[Profile]:
     """Measure the training in a `with` block, like `paceline profile`.
 
-    All ranks enter and leave the block. Under `paceline profile`, the command measures already, and
+    All ranks enter and leave the block; if torchrun did not start them, they call
+    `init_process_group` before it. Under `paceline profile`, the command measures already, and
     the block does nothing.
     """
     if folder := os.environ.get(FOLDER_VARIABLE):
@@ -99,23 +103,45 @@ def step() -> None:
 def _create(settings: RunSettings, out: str, name: str | None) -> str:
     stem = Path(settings.script or "python").stem
     path = Path(out) / (name or default_name(Path(out), stem, "profile"))
-    return str(RunFolder.create_at(path, settings).path.resolve())
+    folder = RunFolder.create_at(path, settings, out=f"out={out!r}", name="name")
+    return str(folder.path.resolve())
+
+
+def _shared_store(rank: RankInfo) -> Store | None:
+    """The store of the process group, else that of torchrun; None if this is the only rank."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return distributed_c10d._get_default_store()
+    if rank.world_size == 1 and not _has_rank_of_script():
+        return None
+    if rank.has_external_store:
+        timeout = timedelta(seconds=START_SECONDS)
+        with suppress(DistError):
+            return TCPStore(
+                rank.master_addr, rank.master_port, is_master=False, timeout=timeout,
+                wait_for_workers=False,
+            )  # fmt: skip
+    raise UsageError("the ranks are not connected yet: call init_process_group before profile()")
+
+
+def _has_rank_of_script() -> bool:
+    """Whether this is one of several ranks of a launcher that `environment.detect` ignores."""
+    return "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
 
 
 class _Ranks:
-    """The ranks of the program; they agree through the store of their process group."""
+    """The ranks of the program; they agree through a store that all of them reach."""
 
     def __init__(self) -> None:
         rank = find_rank()
-        self._rank, self._world_size, self._store = rank.rank, 1, None
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            self._world_size = rank.world_size
-            store = distributed_c10d._get_default_store()
-            self._store = PrefixStore(f"paceline/profile/{next(_PROFILES)}", store)
+        self._rank, self._world_size = rank.rank, rank.world_size
+        store = _shared_store(rank)
+        # The store of a launcher outlasts a restart of the ranks.
+        prefix = f"paceline/profile/{rank.restart_count}/{next(_PROFILES)}"
+        self._store = None if store is None else PrefixStore(prefix, store)
 
     @property
     def is_first(self) -> bool:
-        return self._store is None or self._rank == 0
+        return self._rank == 0
 
     def share(self, create: Any) -> str:
         """Call `create` on rank 0 and return its text on all; an error is raised on all."""
