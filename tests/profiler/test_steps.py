@@ -126,8 +126,44 @@ def test_steps_go_on_when_the_optimizer_that_ended_them_is_no_longer_used(tmp_pa
             train_step(nets[0], optimizers[0], *batch)
             if number < 3:
                 train_step(nets[1], optimizers[1], *batch)
-    # The first three, the one of 17 batches that shows it, and all after it.
-    assert len(measured.record.step_seconds) == 3 + 1 + 20
+    # The first three, the one of two batches that shows it, and all after it.
+    assert len(measured.record.step_seconds) == 3 + 1 + 35
+
+
+def test_optimizers_that_alternate_by_epoch_end_steps(tmp_path: Path) -> None:
+    nets = [model(), model()]
+    optimizers = [sgd(net) for net in nets]
+    with profiled(tmp_path) as measured:
+        for epoch in range(4):
+            for batch in loader(10):
+                train_step(nets[epoch % 2], optimizers[epoch % 2], *batch)
+    # When an optimizer is used again, its second step shows that the other one is not.
+    assert len(measured.record.step_seconds) == 10 + 10 + 9 + 9
+
+
+def test_a_generator_that_steps_after_several_steps_of_the_critic(tmp_path: Path) -> None:
+    nets = [model(), model()]
+    optimizers = [sgd(net) for net in nets]
+    with profiled(tmp_path) as measured:
+        for number, batch in enumerate(loader(15)):
+            train_step(nets[0], optimizers[0], *batch)
+            if number % 5 == 4:
+                train_step(nets[1], optimizers[1], *batch)
+    # One for each batch; the first step of the generator is taken for another one, and the next
+    # batch is part of it.
+    assert len(measured.record.step_seconds) == 15
+
+
+def test_optimizers_of_single_parameters_step_together(tmp_path: Path) -> None:
+    net = nn.Sequential(*(nn.Linear(2, 2) for _ in range(10)))
+    optimizers = [SGD([each], lr=0.1) for each in net.parameters()]
+    with profiled(tmp_path) as measured:
+        for batch in loader(5):
+            loss_of(net, *batch).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert len(measured.record.step_seconds) == 5
 
 
 def test_a_closure_is_part_of_the_step(tmp_path: Path) -> None:

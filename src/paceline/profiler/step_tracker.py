@@ -33,8 +33,6 @@ from paceline.measure.phase_clock import PhaseClock, clock_for
 SEQUENCES = (list, tuple)
 NOT_INTERRUPTED = frozenset(("input", "backward", "checkpoint"))
 """Phases that contain whatever a script does in them."""
-OTHERS_MAX = 16
-"""Steps of other optimizers after which the one that ended steps counts as no longer used."""
 
 
 class StepTracker:
@@ -67,7 +65,8 @@ class StepTracker:
         self._optimizers: WeakSet[Optimizer] = WeakSet()
         self._last_optimizer: Callable[[], Optimizer | None] = lambda: None
         """A weak reference to the one that ends steps."""
-        self._steps_of_others = 0
+        self._others: set[int] = set()
+        """Ids of other optimizers that stepped since then."""
         self._is_manual = False
         """Whether the program says where steps end."""
         self._stepping: list[int] = []
@@ -287,8 +286,9 @@ class StepTracker:
         if self._is_manual:
             return False
         if optimizer is not self._last_optimizer():
-            if optimizer in self._optimizers and self._steps_of_others < OTHERS_MAX:
-                self._steps_of_others += 1
+            # If it steps twice, the one that ended steps was not used in a whole iteration.
+            if optimizer in self._optimizers and id(optimizer) not in self._others:
+                self._others.add(id(optimizer))
                 return False
             if self.steps == 1 and optimizer not in self._optimizers:
                 # The first iteration has several optimizers.
@@ -304,7 +304,7 @@ class StepTracker:
             self._enter_after_interruption("other")
         self.clock.next_step(phase)
         self._computes = self._is_interrupted = self._is_after_backward = False
-        self._steps_of_others = 0
+        self._others.clear()
         self.parts_of_first += not self.steps
         self.steps += 1
         self._on_step()
