@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from paceline.errors import UsageError
 from paceline.profiler import WARNINGS_FILE, session
 from paceline.profiler.collection import read_ranks
+from paceline.profiler.collectives import CollectiveRecorder
 from paceline.profiler.hooks import Hooks
 from paceline.profiler.session import Session
 from paceline.profiler.step_window import StepWindow
@@ -64,6 +65,26 @@ def test_closing_restores_torch(tmp_path: Path) -> None:
     measured.close()
     assert not any(one is other for one, other in zip(before, during, strict=True))
     assert [getattr(owner, name) for owner, name in replaced] == before
+
+
+@pytest.mark.parametrize("part", [Hooks, CollectiveRecorder])
+def test_a_profiler_that_does_not_start_leaves_torch_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: Any
+) -> None:
+    install = part.install
+
+    def fail(*args: Any) -> None:
+        install(*args)
+        raise ValueError("no such function")
+
+    monkeypatch.setattr(part, "install", fail)
+    before = nn.Module.__call__, torch.save, torch.distributed.all_reduce
+    new_group = torch.distributed.distributed_c10d._new_process_group_helper
+    assert session.start(str(tmp_path)) is None
+    assert (nn.Module.__call__, torch.save, torch.distributed.all_reduce) == before
+    assert torch.distributed.distributed_c10d._new_process_group_helper is new_group
+    (line,) = (tmp_path / WARNINGS_FILE).read_text().splitlines()
+    assert json.loads(line)["text"] == "the profiler did not start: ValueError: no such function"
 
 
 def test_replaced_functions_can_be_sent_to_another_process(

@@ -57,6 +57,17 @@ class Session:
         self._collectives: CollectiveRecorder | None = None
 
     def start(self) -> None:
+        try:
+            self._install()
+        except BaseException:
+            self._is_open = False
+            if self._facts is not None:
+                self._facts.stop()
+                self._facts.remove()
+            self.remove()
+            raise
+
+    def _install(self) -> None:
         self._facts = self.guard(ProcessFacts)(self.folder)
         self._hooks.install(self.tracker, self.guard)
         self._calls.install(self._hooks, self.guard)
