@@ -239,8 +239,38 @@ def test_a_loop_that_never_trains_leaves_nothing(tmp_path: Path) -> None:
 
 def test_a_name_that_is_taken_is_rejected(tmp_path: Path) -> None:
     linear_loop(tmp_path)
-    with pytest.raises(RecordsError, match="exists already"):
+    with pytest.raises(RecordsError, match="exists already: choose another name"):
         linear_loop(tmp_path)
+
+
+def test_by_default_a_loop_that_cannot_be_recorded_trains(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs").touch()
+    model = nn.Linear(2, 1)
+    before = model.weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with paceline.join("allreduce") as team:
+        trained, _, batches = team.prepare(model, optimizer, [(torch.ones(4, 2),)] * 3)
+        for (batch,) in batches:
+            team.backward(trained(batch).pow(2).mean())
+            team.step()
+    assert not torch.equal(model.weight, before)
+    line = "paceline: the loop is not recorded: out='runs': runs is not a folder\n"
+    assert capsys.readouterr().err == line
+
+
+@pytest.mark.parametrize(
+    ("out", "reason"), [("a-file", "a-file is not a folder"), ("/proc/none", "cannot write to")]
+)
+def test_a_chosen_folder_that_cannot_be_created_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str, reason: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a-file").touch()
+    with pytest.raises(RecordsError, match=f"^out='{out}': {reason}"):
+        linear_loop(Path(out))
 
 
 def test_a_full_disk_ends_the_records_but_not_the_training(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from paceline.strategies.strategy import ServerStrategy
 from paceline.training.device import choose_device
 from paceline.training.session import Session
 
+DEFAULT_OUT = "runs"
+
 _JOINS = itertools.count()
 """A program may join several times; each time has its own rendezvous."""
 
@@ -28,7 +30,7 @@ _JOINS = itertools.count()
 def join(
     strategy: str = "overlap",
     *,
-    out: str | Path | None = "runs",
+    out: str | Path | None = DEFAULT_OUT,
     name: str | None = None,
     communicator: str = "torch",
     rendezvous_seconds: float = 60.0,
@@ -38,7 +40,8 @@ def join(
     """Connect to the other workers that torchrun, srun or paceline started, if any.
 
     The loop is recorded in the folder `out`/`name`, by default `runs/<time>-<script>-<strategy>`,
-    as `paceline train` records its runs; with `out=None` it is not. `options` are the strategy's.
+    as `paceline train` records its runs; with `out=None` it is not. Without `out` and `name`, it is
+    not an error if the folder cannot be created. `options` are the strategy's.
     At the end of the block every worker has the final weights.
     """
     rank_info = environment.detect() or SINGLE_PROCESS
@@ -64,11 +67,18 @@ def join(
     rendezvous = f"join-{next(_JOINS)}"
     with connect_workers(config, rank_info, rendezvous, is_agreed=False) as connected:
         session = Session(config, rank_info, connected, chosen, device)
-        recorded: RecordedLoop | nullcontext[None] = nullcontext()
-        if out is not None:
-            settings = settings_of_loop(config, sys.argv)
-            recorded = RecordedLoop(session, config, settings, rank_info, Path(out), name)
-        with recorded:
+        with ExitStack() as recorded:
+            if out is not None:
+                settings = settings_of_loop(config, sys.argv)
+                loop = RecordedLoop(session, config, settings, rank_info, Path(out), name)
+                try:
+                    recorded.enter_context(loop)
+                except UsageError as error:
+                    # It is the same on all ranks.
+                    if out != DEFAULT_OUT or name is not None:
+                        raise
+                    if rank_info.rank == 0:
+                        sys.stderr.write(f"paceline: the loop is not recorded: {error}\n")
             yield session
             # Not after an exception: the others notice it by the closed connections.
             session.finish()

@@ -85,7 +85,8 @@ class RecordedLoop:
     def _create(self) -> RunFolder:
         script = Path(self._settings.script or "loop").stem
         name = self._name or default_name(self._out, script, self._config.strategy)
-        return RunFolder.create_at(self._out / name, self._settings)
+        out = f"out={str(self._out)!r}"
+        return RunFolder.create_at(self._out / name, self._settings, out=out, name="name")
 
     def __exit__(
         self,
