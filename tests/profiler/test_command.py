@@ -16,6 +16,7 @@ import pytest
 
 from paceline.analysis.collection import collect
 from paceline.cli import main
+from paceline.profiler.command import describe_end
 from paceline.records import PHASES
 
 SCRIPT = """
@@ -160,6 +161,19 @@ def test_a_missing_command_leaves_no_folder(
 def test_a_command_is_required(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", "--quiet"]) == 2
     assert "needs a COMMAND" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("received", "status", "cause"),
+    [
+        ([signal.SIGUSR1], "failed", "train ended with exit code 3"),
+        ([signal.SIGUSR1, signal.SIGTERM], "stopped", "stopped by SIGTERM"),
+    ],
+)
+def test_only_signals_that_ask_to_end_stop_a_command(
+    received: list[signal.Signals], status: str, cause: str
+) -> None:
+    assert describe_end("train", 3, received) == (status, cause)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

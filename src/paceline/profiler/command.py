@@ -81,8 +81,8 @@ def describe_end(
     """Status and cause of a command that ended."""
     if exit_code == 0:
         return "finished", None
-    if received:
-        return "stopped", f"stopped by {received[0].name}"
+    if stops := [number for number in received if number in ENDING]:
+        return "stopped", f"stopped by {stops[0].name}"
     if exit_code < 0:
         return "failed", f"{program} was killed by {_signal_name(-exit_code)}"
     return "failed", f"{program} ended with exit code {exit_code}"
