@@ -95,6 +95,31 @@ def test_the_command_measures_already(tmp_path: Path, monkeypatch: pytest.Monkey
     assert profile == Profile(tmp_path)
 
 
+def test_a_block_inside_another_does_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    net = model()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    store = f"file://{tmp_path / 'store'}"
+    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        with paceline.profile(out=str(tmp_path), name="outer") as outer:
+            for batch in loader(2):
+                train_step(net, optimizer, *batch)
+            with paceline.profile(out=str(tmp_path), name="inner") as inner:
+                for batch in loader(2):
+                    train_step(net, optimizer, *batch)
+            for batch in loader(2):
+                train_step(net, optimizer, *batch)
+    finally:
+        dist.destroy_process_group()
+    assert inner == Profile(outer.folder)
+    assert outer.result is not None
+    assert outer.result["iterations"] == 6
+    assert not (tmp_path / "inner").exists()
+    assert "verrid" not in capfd.readouterr().err
+
+
 def test_an_existing_name_is_a_usage_error(tmp_path: Path) -> None:
     (tmp_path / "own").mkdir()
     with (

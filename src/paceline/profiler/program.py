@@ -54,10 +54,11 @@ def profile(*, out: str = "runs", name: str | None = None, steps: str = "") -> I
     """Measure the training in a `with` block, like `paceline profile`.
 
     All ranks enter and leave the block; if torchrun did not start them, they call
-    `init_process_group` before it. Under `paceline profile`, the command measures already, and
-    the block does nothing.
+    `init_process_group` before it. Under `paceline profile`, or inside another block, the program
+    is measured already, and the block does nothing.
     """
-    if folder := os.environ.get(FOLDER_VARIABLE):
+    active = session.active()
+    if folder := active.folder if active else os.environ.get(FOLDER_VARIABLE):
         yield Profile(Path(folder))
         return
     StepWindow.parse(steps)
