@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import pickle
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from torch import nn
 from torch.optim import SGD
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from paceline.comm.rank_info import SINGLE_PROCESS
+from paceline.config import RunSettings
 from paceline.errors import UsageError
 from paceline.profiler import WARNINGS_FILE, session
-from paceline.profiler.collection import read_ranks
+from paceline.profiler.collection import read_ranks, write_result
 from paceline.profiler.collectives import CollectiveRecorder
 from paceline.profiler.hooks import Hooks
 from paceline.profiler.session import Session
@@ -151,6 +154,20 @@ def test_a_process_without_steps_writes_no_events(tmp_path: Path) -> None:
         for inputs, _ in loader(2):
             net(inputs)
     assert not list(tmp_path.glob("events-*"))
+
+
+def test_ranks_without_collectives_have_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at = replace(SINGLE_PROCESS, world_size=2, local_world_size=2)
+    for name, value in at.to_environment().items():
+        monkeypatch.setenv(name, value)
+    with profiled(tmp_path):
+        run_loop()
+    settings = RunSettings("profile", {"command": ["train"]})
+    missing, unseen = write_result(RunFolder(tmp_path), settings, "finished", None)["warnings"]
+    assert missing.startswith("no records from rank 1")
+    assert unseen.startswith("no collective of torch.distributed was seen")
 
 
 def test_a_second_process_of_the_same_rank_is_not_recorded(tmp_path: Path) -> None:

@@ -136,7 +136,11 @@ def write_result(
     ranks = read_ranks(folder)
     communication = read_communication(folder)
     result = assemble(folder, settings, ranks, communication, status, cause)
-    result["warnings"] = [*warnings, *_warnings(folder, ranks), *communication.warnings()]
+    result["warnings"] = [
+        *warnings,
+        *_warnings(folder, ranks),
+        *communication.warnings(ranks[0].start["workers"] if ranks else 0),
+    ]
     if post_mortem:
         result["post_mortem"] = list(post_mortem)
     try:

@@ -84,9 +84,14 @@ class Communication:
     ranks: dict[int, RankCommunication]
     mismatches: list[Mismatch]
 
-    def warnings(self) -> list[str]:
-        """What ranks disagreed on."""
+    def warnings(self, world_size: int) -> list[str]:
+        """What was not seen, or what ranks disagreed on."""
         texts = []
+        if world_size > 1 and not any(len(rank.log.records) for rank in self.ranks.values()):
+            texts.append(
+                "no collective of torch.distributed was seen: communication by other means, such as"
+                " paceline.join, is not measured, and its time is part of other phases"
+            )
         for mismatch in self.mismatches[:MISMATCHES_SHOWN]:
             calls = ", ".join(
                 f"rank {rank} {name} of {size} bytes"
