@@ -193,7 +193,7 @@ def few_lines(text: str) -> str:
 
 def error_line(error: BaseException) -> str:
     """Return the type and the first line of an exception from other code."""
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    return f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")
 
 
 def whole_error_line(error: BaseException) -> str:

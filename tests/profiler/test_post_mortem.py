@@ -21,7 +21,7 @@ from paceline.analysis.collection import collect
 from paceline.profiler.collective_log import OPERATIONS, RECORD, GroupInfo, RankCollectives
 from paceline.profiler.post_mortem import find_mismatches, find_pending, last_progress
 from paceline.profiler.process_facts import Frame, parse_stacks
-from paceline.profiler.watchdog import Watchdog
+from paceline.profiler.watchdog import Watchdog, _End
 from paceline.records import EventWriter, RunFolder
 from paceline.report.build import build_report
 from paceline.report.post_mortem_text import headline, lines
@@ -157,6 +157,17 @@ def test_several_ranks_that_do_the_same_are_named_together() -> None:
     assert list(lines({"mismatches": [], "ranks": ranks})) == [
         "ranks 0-2 run, at train.py:3 in load"
     ]
+
+
+def test_ranks_that_a_signal_ends_have_not_failed(
+    tmp_path: Path, watchdog: Watchdog, reports: list[Any]
+) -> None:
+    write_process(tmp_path, os.getpid(), rank="0")
+    watchdog.before_stop()
+    watchdog._ended[os.getpid()] = _End(time.time(), "killed by SIGINT")
+    watchdog._has_new_ends = True
+    watchdog._examine_deaths()
+    assert reports == []
 
 
 SCRIPT = """

@@ -190,7 +190,7 @@ def assemble(
         "nodes": nodes,
         "checkpoints": {
             "count": first.last["checkpoints"] if first else 0,
-            "bytes": 0,
+            "bytes": None,
             "blocked_seconds": first.last["phases"]["checkpoint"] if first else 0.0,
         },
         "measurement_overhead": _overhead(ranks, nodes[0]),

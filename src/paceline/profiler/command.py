@@ -144,9 +144,9 @@ class _RunningCommand:
         number = signal.Signals(info.si_signo)
         self.received.append(number)
         is_of_terminal = info.si_code > 0
+        if number in ENDING:
+            self._watchdog.before_stop()
         if not is_of_terminal:
-            if number in ENDING:
-                self._watchdog.before_stop()
             self._process.send_signal(number)
 
     def _restore_signals(self) -> None:

@@ -89,6 +89,12 @@ def _more_metrics(result: Result) -> str:
     )
 
 
+def _bytes_in_all(checkpoints: Mapping[str, Any]) -> str:
+    """Nothing for a profiled script, of whose files only the time is known."""
+    size = checkpoints["bytes"]
+    return "" if size is None else f", {formatting.size(size)} in all"
+
+
 def summary_rows(result: Result, step_seconds: float | None) -> list[tuple[str, str]]:
     """`step_seconds`: of an asynchronous run, as in a report."""
     final, checkpoints = result["final"], result["checkpoints"]
@@ -131,7 +137,7 @@ def summary_rows(result: Result, step_seconds: float | None) -> list[tuple[str, 
         rows.append(
             (
                 "checkpoints",
-                f"{checkpoints['count']}, {formatting.size(checkpoints['bytes'])} in all;"
+                f"{checkpoints['count']}{_bytes_in_all(checkpoints)};"
                 f" training blocked for {blocked}",
             )
         )
