@@ -83,6 +83,28 @@ def test_samples_are_those_that_a_model_is_trained_on(tmp_path: Path) -> None:
     assert measured.record.last["samples"] == 24
 
 
+def test_samples_of_a_freed_iterator_do_not_count() -> None:
+    class Batches:
+        pass
+
+    tracker = step_tracker.StepTracker(lambda: None)
+
+    def get_batch(batches: Batches) -> None:
+        tracker.begin_input(batches)
+        tracker.end_input(batches, torch.ones(4))
+
+    looked_at = Batches()
+    get_batch(looked_at)
+    address = id(looked_at)
+    del looked_at
+    # One of them is where the freed one was.
+    found = [Batches() for _ in range(1000)]
+    (trained,) = [each for each in found if id(each) == address]
+    get_batch(trained)
+    tracker.begin_backward((torch.zeros(()),), True)
+    assert tracker.samples == 4
+
+
 def test_phases_sum_to_the_wall_time(tmp_path: Path) -> None:
     net = model()
     optimizer = sgd(net)

@@ -35,6 +35,10 @@ NOT_INTERRUPTED = frozenset(("input", "backward", "checkpoint"))
 """Phases that contain whatever a script does in them."""
 
 
+def nothing() -> Any:
+    """In place of a weak reference."""
+
+
 class StepTracker:
     """Follows one thread: the one that takes optimizer steps."""
 
@@ -63,7 +67,7 @@ class StepTracker:
         self._modules: dict[int, int] = {}
         """Number of modules by the id of a model."""
         self._optimizers: WeakSet[Optimizer] = WeakSet()
-        self._last_optimizer: Callable[[], Optimizer | None] = lambda: None
+        self._last_optimizer: Callable[[], Optimizer | None] = nothing
         """A weak reference to the one that ends steps."""
         self._others: set[int] = set()
         """Ids of other optimizers that stepped since then."""
@@ -79,12 +83,12 @@ class StepTracker:
         self._is_after_backward = False
         self._has_batch = False
         """Whether a batch arrived and no model was called since."""
-        self._iterator = 0
-        """Id of the iterator of the last batch."""
+        self._iterator: Callable[[], object] = nothing
+        """A weak reference to the iterator of the last batch."""
         self._samples_ahead = 0
         """In its batches since the last backward pass."""
-        self._evaluation_iterator = 0
-        self._maybe_teacher: Callable[[], nn.Module | None] = lambda: None
+        self._evaluation_iterator: Callable[[], object] = nothing
+        self._maybe_teacher: Callable[[], nn.Module | None] = nothing
         """A weak reference to a model called without gradients, perhaps for a training batch."""
         self._maybe_evaluation = False
         """Whether the model called last is in evaluation mode, but with gradients."""
@@ -125,8 +129,8 @@ class StepTracker:
             self._relabel("evaluate")
             self._is_interrupted, self._computes = True, False
         self._maybe_evaluation = False
-        if not torch.is_grad_enabled() or self._evaluation_iterator == id(iterator):
-            self._maybe_teacher = lambda: None
+        if not torch.is_grad_enabled() or self._evaluation_iterator() is iterator:
+            self._maybe_teacher = nothing
             self._enter_evaluation()
             return False
         self._is_after_backward = False
@@ -139,9 +143,9 @@ class StepTracker:
     def end_input(self, iterator: object, batch: object) -> None:
         self.clock.enter("other")
         self._has_batch = True
-        if self._iterator != id(iterator):
+        if self._iterator() is not iterator:
             # The last batches of the other one were for evaluation, or only looked at.
-            self._iterator, self._samples_ahead = id(iterator), 0
+            self._iterator, self._samples_ahead = ref(iterator), 0
         self._samples_ahead += count_samples(batch)
 
     def _enter_evaluation(self) -> None:
@@ -162,7 +166,7 @@ class StepTracker:
             if phase == "evaluate" and self._has_teacher(model):
                 self._relabel("forward")
                 self._is_interrupted = False
-            self._evaluation_iterator = 0
+            self._evaluation_iterator = nothing
             self._maybe_evaluation = not model.training and not self._stepping
             self._is_after_backward = False
             if self._is_interrupted:
@@ -173,14 +177,14 @@ class StepTracker:
         elif phase != "evaluate":
             if has_batch:
                 self._evaluation_iterator = self._iterator
-            if has_batch or not self._iterator:
+            if has_batch or self._iterator is nothing:
                 self._maybe_teacher = ref(model)
             self._enter_evaluation()
 
     def _has_teacher(self, model: nn.Module) -> bool:
         """Whether a model was called without gradients for the training batch, like a teacher."""
-        found, self._maybe_teacher = self._maybe_teacher(), lambda: None
-        if found is None or self._iterator:
+        found, self._maybe_teacher = self._maybe_teacher(), nothing
+        if found is None or self._iterator is not nothing:
             return found is not None
         # Without a DataLoader, calls of the trained model itself are taken for evaluation.
         return found is not model and found is not getattr(model, "module", None)
