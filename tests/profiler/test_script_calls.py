@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,34 @@ def test_compiled_code_may_read_back(tmp_path: Path) -> None:
     assert not measured.record.events or all(
         event["event"] != "warning" for event in measured.record.events
     )
+
+
+COMPILED_COLLECTIVE = """
+import torch, torch.distributed as dist
+from paceline.profiler.session import start, stop
+
+dist.init_process_group("gloo", init_method="file://{folder}/store", rank=0, world_size=1)
+
+@torch.compile(backend="eager", fullgraph=True)
+def total(values):
+    values = 2 * values
+    dist.all_reduce(values)
+    return values + 1
+
+measured = start("{folder}")
+print(total(torch.ones(2)).tolist())
+stop(measured)
+torch._dynamo.reset()
+print(total(torch.ones(2)).tolist())
+dist.destroy_process_group()
+"""
+
+
+def test_collectives_can_be_compiled_during_and_after_a_profile(tmp_path: Path) -> None:
+    # In a new process, which has not compiled before.
+    script = COMPILED_COLLECTIVE.format(folder=tmp_path)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["[3.0, 3.0]"] * 2, done.stderr
 
 
 def test_a_script_may_set_only_some_variables_of_a_launcher(

@@ -6,6 +6,7 @@ optimizer that reads its step count, is not for the script to change.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -109,6 +110,8 @@ class ScriptCalls:
             hooks.replace(Tensor, name, self.read_back(f"Tensor.{name}", guard))
         hooks.replace(torch.cuda, "synchronize", self._timed("torch.cuda.synchronize", guard))
         if torch.distributed.is_available():
+            # torch.compile knows collectives by the functions that this module finds.
+            importlib.import_module("torch.distributed._functional_collectives")
             for name in COLLECTIVES:
                 make = self._timed(f"dist.{name}", guard)
                 hooks.replace(torch.distributed, name, make)
