@@ -178,7 +178,7 @@ def fails(outputs: Tensor, targets: Tensor) -> Tensor:
          " other targets need a model with its loss"),
         ("Height", "heights", {"label_smoothing": 0.1}, "--label-smoothing: the model has its own"),
         ("Height", "heights", {"metrics": "acuracy"}, "did you mean accuracy?"),
-        ("Height", "heights", {"metrics": "mine:f1"}, "metric 'mine:f1': cannot import mine"),
+        ("Height", "heights", {"metrics": "absent:f1"}, "metric 'absent:f1': cannot import absent"),
         ("Height", "heights", {"metrics": "accuracy"}, "--metrics accuracy: the metric failed:"
          " ValueError: it needs class indices as targets, got torch.float32"),
         ("Height", "heights", {"metrics": f"{__name__}:fails"},

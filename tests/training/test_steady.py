@@ -9,6 +9,8 @@ import pytest
 
 from paceline.measure import phase_clock as clock_module
 from paceline.measure.phase_clock import PhaseClock
+from paceline.measure.traffic import Traffic
+from paceline.records import TRAFFIC_KINDS
 from paceline.strategies.replica import Replica
 from paceline.training.steady import SteadyPhases
 
@@ -18,7 +20,10 @@ class Bench:
 
     def __init__(self) -> None:
         self.now = 100.0
-        self.replica = SimpleNamespace(hidden_exchange_seconds=0.0)
+        self.traffic = Traffic()
+        self.replica = SimpleNamespace(
+            hidden_exchange_seconds=0.0, communicator=SimpleNamespace(traffic=self.traffic)
+        )
 
     def start(self) -> None:
         """As in a new process."""
@@ -34,6 +39,7 @@ class Bench:
         self.spend("forward", forward)
         self.spend("exchange", exchange)
         self.replica.hidden_exchange_seconds += 1.0
+        self.traffic.counts["gradients"].bytes_sent += 10
 
     def spent(self) -> dict[str, float]:
         figures = self.steady.to_dict()
@@ -66,6 +72,7 @@ def test_only_steps_after_the_first_count(bench: Bench) -> None:
     assert bench.steady.to_dict() == {
         "phases": {"input": 0, "forward": 6, "backward": 0, "exchange": 1, "wait": 2, "update": 0},
         "hidden_exchange_seconds": 3.0,
+        "bytes_sent": {kind: 30 if kind == "gradients" else 0 for kind in TRAFFIC_KINDS},
     }
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from paceline.errors import UsageError
+from paceline.errors import RecordsError, UsageError
 from paceline.records import Result, RunFolder
 
 SUMMARY = "measure an unchanged training script"
@@ -67,7 +67,11 @@ def run(arguments: argparse.Namespace) -> int:
         on_report=_print_post_mortem,
     )
     if not arguments.quiet:
-        present(outcome.folder, outcome.result, sys.stderr)
+        try:
+            present(outcome.folder, outcome.result, sys.stderr)
+        except RecordsError as error:
+            # The exit code is that of the command.
+            sys.stderr.write(f"paceline: warning: {error}\n")
     return outcome.exit_code
 
 
