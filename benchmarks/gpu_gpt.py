@@ -75,7 +75,7 @@ class BareLoop:
 
 
 class PeerScript:
-    """peer_scripts/train_gpt.py, which trains as many steps as it is told."""
+    """peer_scripts/train_gpt.py, for a given number of steps."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process

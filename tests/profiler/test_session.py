@@ -146,6 +146,7 @@ def test_an_error_in_a_hook_stops_the_profiler_but_not_the_script(
 def test_a_folder_that_cannot_be_written_to_does_not_stop_the_script(tmp_path: Path) -> None:
     with profiled(tmp_path / "missing"):
         run_loop()
+    assert not (tmp_path / "missing").exists()
 
 
 def test_a_process_without_steps_writes_no_events(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def _block(event: dict[str, Any], process: int, began: int) -> Block | None:
     first, phases = event.get("first"), event.get("phases")
     try:
         seconds = np.array(event["seconds"], dtype=np.float64)
-        # A profiled script does not tell its losses.
+        # The losses of a profiled script may be unknown.
         losses = np.array(event.get("loss", [None] * len(seconds)), dtype=np.float64)
     except (KeyError, TypeError, ValueError, OverflowError):
         return None

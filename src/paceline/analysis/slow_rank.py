@@ -17,7 +17,7 @@ from paceline.analysis.ranks import MOSTLY, SLOWER, WAIT_SHARE
 from paceline.analysis.script_profile import Line, RankFacts, ScriptProfile
 
 WINDOWS_MIN = 3
-"""A straggler is slow in at least so many windows: one or two may be a disturbance."""
+"""Minimum number of slow windows of a straggler: one or two may be noise."""
 SUSTAINED = 0.8
 """It is slow in at least this share of the windows since it became slow."""
 

@@ -111,7 +111,7 @@ def _wrong_worker(worker: Mapping[str, Any]) -> str | None:
     for key in ("rank", "node", "wall_seconds"):
         if not is_number(worker.get(key)):
             return f"a worker has no {key}"
-    # A profiled script does not tell how many samples a worker processed.
+    # The number of samples of a profiled script may be unknown.
     if "samples" not in worker or not is_number(worker["samples"] or 0):
         return "a worker has no samples"
     later = worker.get("after_first")

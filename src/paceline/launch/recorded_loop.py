@@ -99,7 +99,7 @@ class RecordedLoop:
             try:
                 self._end(error)
             except (RunError, OSError) as failure:
-                # The weights are worth more than the records: the program goes on with them.
+                # Training goes on without records.
                 sys.stderr.write(f"paceline: the records are incomplete: {failure}\n")
 
     def _end(self, error: BaseException | None) -> None:

@@ -25,7 +25,14 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["FOLDER_VARIABLE", "STEPS_VARIABLE", "TRACE_VARIABLE", "WARNINGS_FILE", "attach"]
+__all__ = [
+    "FOLDER_VARIABLE",
+    "POST_MORTEM_FILE",
+    "STEPS_VARIABLE",
+    "TRACE_VARIABLE",
+    "WARNINGS_FILE",
+    "attach",
+]
 
 FOLDER_VARIABLE = "PACELINE_PROFILE"
 """Environment variable with the run folder of the profile."""
@@ -33,6 +40,8 @@ STEPS_VARIABLE = "PACELINE_PROFILE_STEPS"
 """Environment variable with the steps to measure, such as 20:120; all if it is not set."""
 TRACE_VARIABLE = "PACELINE_PROFILE_TRACE"
 """Environment variable that is 1 if a trace is written."""
+POST_MORTEM_FILE = "post-mortem.json"
+"""Reports of the watchdog, until they are part of the result."""
 WARNINGS_FILE = "profiler-warnings.jsonl"
 """Warnings of processes, until they are part of the result."""
 

@@ -79,7 +79,7 @@ class BackwardPasses:
             if future.done():
                 self._recorder.has_ended(position, known.computed)
             else:
-                # While DDP waits, the callback disturbs nobody.
+                # While DDP waits, the callback delays no computation.
                 future.add_done_callback(self._recorder.ender(None, position))
         Variable._execution_engine.queue_callback(lambda: self._synchronized(task))
 

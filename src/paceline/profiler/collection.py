@@ -15,7 +15,7 @@ from paceline.config import RunSettings
 from paceline.formatting import format_ranks
 from paceline.measure.machine import cores_usable, hardware, software
 from paceline.measure.resources import summarize
-from paceline.profiler import WARNINGS_FILE
+from paceline.profiler import POST_MORTEM_FILE, WARNINGS_FILE
 from paceline.profiler.communication import Communication, read_communication
 from paceline.profiler.trace import write_traces
 from paceline.records import (
@@ -29,7 +29,7 @@ from paceline.records import (
     summarize_iterations,
 )
 
-TRANSIENT = ("process-*.jsonl", "stacks-*.txt", "post-mortem.json")
+TRANSIENT = ("process-*.jsonl", "stacks-*.txt", POST_MORTEM_FILE)
 """Files that are part of the result, or that matter only while the processes run."""
 
 LOSSES_IN_MEAN = 100

@@ -1,4 +1,4 @@
-"""Records every collective of every process group, whoever issues it.
+"""Records every collective of every process group, from Python and C++.
 
 torch.distributed, the C++ code of DistributedDataParallel, FSDP and functional collectives all call
 operators of the dispatcher: `c10d::allreduce_` and others. `CollectiveRecorder` adds kernels for
@@ -68,9 +68,6 @@ BLOCKING_FUNCTIONS: tuple[tuple[Any, str], ...] = (
 DISPATCH_SECONDS = 10e-6
 """Estimate of what a kernel in Python costs before and after it runs
 (benchmarks/collective_recorder.py)."""
-
-PEERS = ("root_rank", "dst", "src")
-"""Names of the operators' arguments."""
 
 _BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 

@@ -18,7 +18,7 @@ NANOSECONDS = 1e-9
 
 
 def process_use() -> dict[str, Any]:
-    """Totals since the process started; None for what this system does not tell."""
+    """Totals since the process started; None for what this system does not report."""
     waiting = queue_seconds()
     gpu_bytes = torch.cuda.memory_allocated() if torch.cuda.is_initialized() else None
     return {

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from paceline.profiler import POST_MORTEM_FILE
 from paceline.profiler.collective_log import RankCollectives, read_logs
 from paceline.profiler.post_mortem import (
     PostMortem,
@@ -25,8 +26,6 @@ from paceline.profiler.post_mortem import (
 )
 from paceline.profiler.process_facts import ProcessRecord, read_processes, request_stack
 from paceline.records import RunFolder, read_lines, write_json
-
-FILE = "post-mortem.json"
 
 INTERVAL_SECONDS = 0.25
 STOPPED_SECONDS = 5.0
@@ -247,7 +246,7 @@ class Watchdog:
         found = PostMortem(event, now, idle, states, first, find_mismatches(logs))
         self.reports.append(found.to_record())
         # Now, because this process may be killed, too.
-        write_json(self._folder.path / FILE, {"reports": self.reports})
+        write_json(self._folder.path / POST_MORTEM_FILE, {"reports": self.reports})
         self._on_report(self.reports[-1])
 
 
