@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from paceline.models.determinism import fix_order_of_sums
+
 ROTARY_BASE = 10_000
 """Rotary embeddings distinguish positions up to about this many tokens apart."""
 
@@ -60,45 +62,6 @@ def causal_attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """
     is_causal = queries.shape[-2] == keys.shape[-2]
     attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=is_causal)
-    if not torch.compiler.is_compiling() and attended.is_cuda and attended.requires_grad:
+    if attended.is_cuda:
         fix_order_of_sums(attended)
     return attended
-
-
-def fix_order_of_sums(attended: Tensor) -> None:
-    """Make the backward pass of fused attention deterministic.
-
-    Its kernels add the gradients of the queries in the order in which blocks of keys are done,
-    unless deterministic algorithms are required. They are required for this operation only: others
-    would fail or become slower.
-    """
-    node = attended.grad_fn
-    if node is not None and node.name().startswith("Slice"):
-        # Heads whose width is not a multiple of 8 are padded.
-        node = node.next_functions[0][0]
-    if node is None or not ("FlashAttention" in node.name() or "EfficientAttention" in node.name()):
-        return
-    before = _Determinism.current()
-    node.register_prehook(lambda _: _Determinism(True, False, False).apply())
-    node.register_hook(lambda *_: before.apply())
-
-
-@dataclass(frozen=True, slots=True)
-class _Determinism:
-    """torch's settings, without `use_deterministic_algorithms`, which imports its compiler."""
-
-    is_required: bool
-    warns_only: bool
-    fills_new_memory: bool
-
-    @classmethod
-    def current(cls) -> _Determinism:
-        return cls(
-            torch._C._get_deterministic_algorithms(),
-            torch._C._get_deterministic_algorithms_warn_only(),
-            torch._C._get_deterministic_fill_uninitialized_memory(),
-        )
-
-    def apply(self) -> None:
-        torch._C._set_deterministic_algorithms(self.is_required, warn_only=self.warns_only)
-        torch._C._set_deterministic_fill_uninitialized_memory(self.fills_new_memory)

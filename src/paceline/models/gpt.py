@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint as recompute_in_backward
 from paceline.config.conversion import Limits
 from paceline.errors import ConfigError
 from paceline.models.attention import KeysAndValues, causal_attention, rotate, rotation_of
+from paceline.models.determinism import fix_order_of_sums
 
 Layers = Annotated[int, Limits(minimum=1, maximum=1024)]
 Width = Annotated[int, Limits(minimum=2, maximum=65536)]
@@ -142,6 +143,8 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor, cache: Sequence[KeysAndValues] | None = None) -> Tensor:
         """With a cache, `tokens` follow those of earlier calls: any number at first, then one."""
         hidden = F.embedding(tokens, self.embedding)
+        if hidden.is_cuda:
+            fix_order_of_sums(hidden)
         first = cache[0].length if cache else 0
         # Not a buffer: strategies would communicate it.
         rotation = rotation_of(first, tokens.shape[1], self._head_width, hidden)
