@@ -1,6 +1,6 @@
-"""What `benchmarks/gpu.py gpt` compares paceline with: a bare loop and a script.
+"""What `benchmarks/gpu.py gpt` compares paceline with: bare loops and a script.
 
-Both train as many windows per step as paceline, and are kept between the rounds, so that all of
+All train as many windows per step as paceline, and are kept between the rounds, so that all of
 them take turns.
 """
 
@@ -16,7 +16,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.config import RunConfig
 from paceline.data.loading import load_dataset
@@ -30,9 +30,12 @@ PEAK_FLOPS = 989e12
 
 
 class BareLoop:
-    """The model of a configuration in an eager PyTorch loop: bf16, fused AdamW, data on the GPU."""
+    """The model of a configuration in a PyTorch loop: bf16, fused AdamW, data on the GPU.
 
-    def __init__(self, config: RunConfig, device: torch.device) -> None:
+    `captured`: with the whole step as one CUDA graph.
+    """
+
+    def __init__(self, config: RunConfig, device: torch.device, *, captured: bool = False) -> None:
         dataset = load_dataset(config)
         self._model = build_model(
             config.model, dataset.sample_shape, dataset.classes, config.seed, has_tokens=True
@@ -45,15 +48,39 @@ class BareLoop:
             {"params": [weight for weight in weights if id(weight) not in apart]},
             {"params": [weight for weight in weights if id(weight) in apart], "weight_decay": 0.0},
         ]
-        betas = config.beta1, config.beta2
         self._optimizer = torch.optim.AdamW(
-            groups, lr=config.lr, betas=betas, weight_decay=config.weight_decay, fused=True
+            groups,
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            weight_decay=config.weight_decay,
+            fused=True,
+            capturable=captured,
         )
         self._weights, self._batch = weights, config.global_batch_size
         self._clip_norm = config.clip_norm
         self._autocast = autocast("bf16", device)
         self._inputs = dataset.train.inputs.to(device)
         self._targets = dataset.train.targets.to(device)
+        self._rows = torch.arange(self._batch, device=device)
+        self._graph = torch.cuda.CUDAGraph() if captured else None
+        if self._graph is not None:
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                for _ in range(3):
+                    self._step(self._rows)
+            with torch.cuda.graph(self._graph, stream=stream):
+                self._loss = self._step(self._rows)
+
+    def _step(self, rows: Tensor) -> Tensor:
+        self._optimizer.zero_grad()
+        inputs, targets = self._inputs[rows].long(), self._targets[rows].long()
+        with self._autocast:
+            loss = cross_entropy(self._model(inputs), targets)
+        loss.backward()
+        if self._clip_norm is not None:
+            nn.utils.clip_grad_norm_(self._weights, self._clip_norm)
+        self._optimizer.step()
+        return loss.detach()
 
     def seconds(self, steps: int) -> float:
         began = perf_counter()
@@ -61,16 +88,13 @@ class BareLoop:
         batches = order[: len(order) // self._batch * self._batch].view(-1, self._batch)
         for step in range(steps):
             rows = batches[step % len(batches)]
-            inputs, targets = self._inputs[rows].long(), self._targets[rows].long()
-            with self._autocast:
-                loss = cross_entropy(self._model(inputs), targets)
-            loss.backward()
-            if self._clip_norm is not None:
-                nn.utils.clip_grad_norm_(self._weights, self._clip_norm)
-            self._optimizer.step()
-            self._optimizer.zero_grad()
+            if self._graph is None:
+                self._loss = self._step(rows)
+            else:
+                self._rows.copy_(rows)
+                self._graph.replay()
         # Waits for the GPU.
-        loss.item()
+        self._loss.item()
         return perf_counter() - began
 
 
