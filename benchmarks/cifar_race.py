@@ -136,6 +136,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=os.environ.get("PACELINE_DATA"))
     parser.add_argument("--scale", default="real", help="scale of the study (default: real)")
     parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--first-seed", type=int, default=0, help="others than for tuning")
     parser.add_argument("--peer-seeds", type=int, help="seeds of the script (default: --seeds)")
     parser.add_argument("--limit-seconds", type=float, default=math.inf, help="start no more seeds")
     parser.add_argument("--precision", help="of our recipe, instead of measuring it in each run")
@@ -153,11 +154,11 @@ def main() -> None:
     ours, peer = contenders(options)
     peer_seeds = options.seeds if options.peer_seeds is None else options.peer_seeds
     try:
-        for seed in range(max(options.seeds, peer_seeds)):
+        for number in range(max(options.seeds, peer_seeds)):
             for contender, seeds in ((ours, options.seeds), (peer, peer_seeds)):
                 is_late = time.perf_counter() - began > options.limit_seconds
-                if seed < seeds and not is_late:
-                    contender.train(seed)
+                if number < seeds and not is_late:
+                    contender.train(options.first_seed + number)
     finally:
         ours.stop()
         peer.stop()

@@ -297,7 +297,7 @@ def _gpt_steps(bench: Bench, batch: int, context: int) -> Iterator[Row]:
     spent: dict[str, list[float]] = {}
     notes: dict[str, str] = {}
     with PeerScript.running(tokens, batch, context, bench.device) as peer:
-        contenders = {**bare, USUAL: peer}
+        contenders: dict[str, BareLoop | PeerScript] = {**bare, USUAL: peer}
         # The first steps compile the model and initialize libraries.
         for contender in contenders.values():
             contender.seconds(steps)

@@ -94,7 +94,7 @@ def test_gradients_of_an_embedding_are_the_same_each_time_on_a_gpu() -> None:
     weight = vectors(256, 48).to("cuda", torch.float32).requires_grad_()
     tokens = torch.randint(40, (16, 1024), generator=torch.Generator().manual_seed(2)).cuda()
     upstream = vectors(16, 1024, 48, seed=1).to("cuda", torch.float32)
-    found = []
+    found: list[Tensor] = []
     for _ in range(30):
         embedded = F.embedding(tokens, weight)
         fix_order_of_sums(embedded)
