@@ -25,6 +25,7 @@ SECOND_SESSION = (
     "docs",
     "measure",
     "models",
+    "plan",
     "report",
     "strategies",
     "study",

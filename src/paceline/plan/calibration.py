@@ -1,0 +1,261 @@
+"""Calibration: the measurements that predictions are made from, as a JSON file.
+
+A calibration describes one model on one kind of machine. Every time is kept as samples, so that
+predictions can resample them for their intervals. Lists may be empty: plan/prediction.py names what
+to measure if a prediction needs what is missing.
+
+    calibration = Calibration(model="lenet", gradients=(Gradient(1000, 1.0),), ...)
+    calibration.write(Path("calibration.json"))
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from paceline.commbench.fit import Line, Point, fit
+from paceline.errors import RecordsError
+from paceline.plan.links import Link
+from paceline.records import SCHEMA, is_number, read_json, write_json
+
+KIND = "calibration"
+VERSION = 1
+"""Changes when a reader of an older version would misunderstand the file."""
+
+COMPUTE_PHASES = ("input", "forward", "backward", "update")
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """A trainable tensor."""
+
+    size_bytes: int
+    ready: float
+    """When its gradient is ready, as a fraction of the backward pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComputePoint:
+    """Steps of one worker without communication, at one local batch size."""
+
+    samples: int
+    """Samples that the worker computes in a step."""
+    phases: Mapping[str, float]
+    """Mean seconds of a step in each of COMPUTE_PHASES."""
+    step_seconds: tuple[float, ...] = ()
+    """Compute time of each measured step: the sum of these phases."""
+
+    @property
+    def seconds(self) -> float:
+        """Mean compute time of a step."""
+        return math.fsum(self.phases.values())
+
+
+@dataclass(frozen=True, slots=True)
+class SizePoint:
+    """Repeated measurements at one size, as defined for `paceline comm` (docs/metrics.md)."""
+
+    size_bytes: int
+    seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveTiming:
+    """A collective by size, all workers starting together, with nothing else running."""
+
+    backend: Literal["gloo", "nccl", "shm", "hierarchical"]
+    operation: str
+    """As in `paceline comm --operations`."""
+    algorithm: str
+    """An all-reduce algorithm, or `library`."""
+    workers: int
+    hosts: int
+    """1: all workers are on one host."""
+    link: Link | None
+    """The nominal link between the hosts; None within a host or if unknown."""
+    points: tuple[SizePoint, ...]
+
+    def line(self) -> Line | None:
+        """Latency and bandwidth with their errors; None if the times do not rise with the size."""
+        return fit([Point(point.size_bytes, point.seconds) for point in self.points])
+
+
+@dataclass(frozen=True, slots=True)
+class CodecTiming:
+    """A codec on one worker, without communication."""
+
+    codec: str
+    options: Mapping[str, str]
+    size_bytes: int
+    """Of the gradient."""
+    wire_bytes: int
+    """That one worker contributes to the exchange."""
+    gathers: bool
+    """Whether the workers gather each other's payloads, instead of summing them."""
+    seconds: tuple[float, ...]
+    """Encoding and decoding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contention:
+    """What workers on one host, and computation and communication of a worker, cost each other."""
+
+    compute_slowdown: float = 1.0
+    """Backward pass during communication, relative to one without."""
+    communication_slowdown: float = 1.0
+    """Communication during the backward pass, relative to one without."""
+    cores_per_worker: float | None = None
+    """CPU time that a worker can use, in cores; None if unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredRun:
+    """A training run: the mean over the workers, without the first step."""
+
+    strategy: str
+    options: Mapping[str, str]
+    backend: str
+    workers: int
+    hosts: int
+    link: Link | None
+    samples: int
+    """Samples that a worker computes in a step."""
+    step_seconds: float
+    """As `paceline report` shows it (docs/metrics.md)."""
+    phases: Mapping[str, float]
+    """Mean seconds of a step in each phase, including `exchange` and `wait`."""
+    hidden_exchange_seconds: float = 0.0
+    """Overlapped communication of a step."""
+    deviation: float = 0.0
+    """Relative standard deviation of `step_seconds`: between repeats, or estimated from blocks of
+    steps."""
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    model: str
+    gradients: tuple[Gradient, ...]
+    """Every trainable tensor, in the model's order."""
+    compute: tuple[ComputePoint, ...]
+    residuals: tuple[tuple[float, ...], ...] = ()
+    """Of each worker: the compute time of each step, relative to the worker's mean."""
+    collectives: tuple[CollectiveTiming, ...] = ()
+    codecs: tuple[CodecTiming, ...] = ()
+    contention: Contention = field(default_factory=Contention)
+    runs: tuple[MeasuredRun, ...] = ()
+    """Runs that correct the model for costs that are specific to a strategy."""
+    optimizer_state_bytes: int = 0
+    """Momentum and moments of a replica, which `local_sgd` also averages."""
+    activation_bytes_per_sample: float | None = None
+    """Memory of a worker between forward and backward pass, per sample; None if unknown."""
+    has_ready_times: bool = True
+    """Whether `Gradient.ready` was measured; otherwise it is assumed to be uniform."""
+    hardware: Mapping[str, Any] = field(default_factory=dict)
+    """As in result.json."""
+    software: Mapping[str, Any] = field(default_factory=dict)
+    sources: tuple[str, ...] = ()
+    """The runs and measurements that this was made from."""
+
+    @property
+    def gradient_bytes(self) -> int:
+        return sum(gradient.size_bytes for gradient in self.gradients)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the contents of a calibration file."""
+        return {"schema": SCHEMA, "kind": KIND, "version": VERSION, **dataclasses.asdict(self)}
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any], name: str = "calibration") -> Self:
+        """Read `to_dict`; RecordsError if the record is not a valid calibration."""
+        if record.get("kind") != KIND:
+            raise RecordsError(f"{name} is not a calibration: make one with `paceline plan`")
+        if record.get("version") != VERSION:
+            raise RecordsError(
+                f"{name} has version {record.get('version')} of calibrations, this paceline reads"
+                f" {VERSION}: measure again"
+            )
+        values = {key: value for key, value in record.items() if key not in _HEADER}
+        try:
+            calibration: Self = _parse(cls, values)
+        except (TypeError, ValueError) as error:
+            raise RecordsError(f"{name} is damaged: {error}") from None
+        problem = next(calibration._problems(), None)
+        if problem:
+            raise RecordsError(f"{name} is damaged: {problem}")
+        return calibration
+
+    def write(self, path: Path) -> None:
+        try:
+            write_json(path, self.to_dict())
+        except OSError as error:
+            raise RecordsError(f"cannot write {path}: {error.strerror}") from None
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        return cls.from_dict(read_json(path), str(path))
+
+    def _problems(self) -> Iterator[str]:
+        """Values that no measurement has."""
+        if not self.gradients or any(each.size_bytes <= 0 for each in self.gradients):
+            yield "gradients must have sizes above 0"
+        if any(not 0 <= each.ready <= 1 for each in self.gradients):
+            yield "gradients must be ready from 0 to 1"
+        for point in self.compute:
+            if point.samples <= 0 or not point.seconds > 0:
+                yield "compute points must have samples and seconds above 0"
+            if set(point.phases) != set(COMPUTE_PHASES):
+                yield f"compute points must have the phases {', '.join(COMPUTE_PHASES)}"
+        for timing in self.collectives:
+            if timing.workers < 2 or not 1 <= timing.hosts <= timing.workers:
+                yield "collectives must have two or more workers and at least one host"
+            if any(not point.seconds or min(point.seconds) <= 0 for point in timing.points):
+                yield "collectives must have samples above 0"
+
+
+_HEADER = ("schema", "kind", "version")
+
+
+def _parse(kind: Any, value: Any) -> Any:
+    """Convert a JSON value to the annotated type; TypeError or ValueError if it differs."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        return _parse_dataclass(typing.cast("type", kind), value)
+    if origin in (typing.Union, types.UnionType):
+        (other,) = (each for each in arguments if each is not types.NoneType)
+        return None if value is None else _parse(other, value)
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise TypeError("a list is missing")
+        return tuple(_parse(arguments[0], each) for each in value)
+    if origin is typing.Literal:
+        if value not in arguments:
+            raise ValueError(f"{value!r} is not one of {', '.join(arguments)}")
+        return value
+    if origin is not None:  # Mapping
+        if not isinstance(value, Mapping):
+            raise TypeError("an object is missing")
+        return {str(key): _parse(arguments[1], each) for key, each in value.items()}
+    if kind is float:
+        if not is_number(value):
+            raise TypeError(f"{value!r} is not a finite number")
+        return float(value)
+    if kind is not Any and type(value) is not kind:
+        raise TypeError(f"{value!r} is not of type {kind.__name__}")
+    return value
+
+
+def _parse_dataclass(kind: type, value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{kind.__name__} is not an object")
+    hints = typing.get_type_hints(kind)
+    unknown = next((name for name in value if name not in hints), None)
+    if unknown is not None:
+        raise ValueError(f"{kind.__name__} has no {unknown}")
+    return kind(**{name: _parse(hints[name], each) for name, each in value.items()})
