@@ -15,6 +15,7 @@ from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
 from paceline.errors import ConfigError
 from paceline.strategies import create_strategy
+from paceline.strategies.bucket_layout import DEFAULT_MIB, MIB, ONE_BUCKET_MIB
 from paceline.strategies.bucket_tuning import (
     ROUNDS,
     Measurements,
@@ -23,7 +24,6 @@ from paceline.strategies.bucket_tuning import (
     measurements_of,
     predict,
 )
-from paceline.strategies.buckets import DEFAULT_MIB, MIB, ONE_BUCKET_MIB
 from paceline.strategies.strategy import Strategy
 from tests.support import odd_shapes as odd
 from tests.support import toy_replicas as toy

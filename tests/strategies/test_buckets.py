@@ -13,7 +13,8 @@ from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
 from paceline.errors import ConfigError, RunError
 from paceline.strategies import create_strategy
-from paceline.strategies.buckets import MIB, ONE_BUCKET_MIB, Bucket, split
+from paceline.strategies.bucket_layout import MIB, ONE_BUCKET_MIB, split
+from paceline.strategies.buckets import Bucket
 from tests.support import odd_shapes as odd
 from tests.support import toy_replicas as toy
 
@@ -96,10 +97,6 @@ SIZES = [0.25, 3.0, 0.5, 0.5, 1.0, 4.0, 0.25]
 """MiB of weights, in the order of their gradients."""
 
 
-def weights_of(sizes: list[float]) -> list[nn.Parameter]:
-    return [nn.Parameter(torch.zeros(round(size * MIB / 4))) for size in sizes]
-
-
 @pytest.mark.parametrize(
     ("first_mib", "bucket_mib", "layout"),
     [
@@ -113,7 +110,8 @@ def weights_of(sizes: list[float]) -> list[nn.Parameter]:
 def test_large_gradients_do_not_wait_for_others(
     first_mib: float, bucket_mib: float, layout: list[list[int]]
 ) -> None:
-    assert split(weights_of(SIZES), range(len(SIZES)), first_mib, bucket_mib) == layout
+    sizes = [round(size * MIB) for size in SIZES]
+    assert split(sizes, range(len(sizes)), first_mib, bucket_mib) == layout
 
 
 def test_large_gradient_is_reduced_where_autograd_put_it() -> None:

@@ -20,7 +20,7 @@ from torch import nn
 
 from paceline.comm.communicator import Communicator
 from paceline.comm.objects import broadcast_json, gather_json
-from paceline.strategies.buckets import DEFAULT_MIB, ONE_BUCKET_MIB, split
+from paceline.strategies.bucket_layout import DEFAULT_MIB, ONE_BUCKET_MIB, split
 
 SIZES_MIB = (0.5, 1.0, DEFAULT_MIB, 4.0, 8.0, 16.0, 32.0)
 ROUNDS = 3
@@ -171,8 +171,8 @@ def probe_latency(communicator: Communicator, device: torch.device) -> float:
 
 def choose(measured: Measurements, weights: Sequence[nn.Parameter], first_mib: float) -> Choice:
     """Return the bucket size for measurements; weights are in the order of their gradients."""
-    layouts = {size: split(weights, range(len(weights)), first_mib, size) for size in SIZES_MIB}
     sizes = [weight.nbytes for weight in weights]
+    layouts = {size: split(sizes, range(len(sizes)), first_mib, size) for size in SIZES_MIB}
     predicted = {size: predict(measured, sizes, layout) for size, layout in layouts.items()}
     best = min(SIZES_MIB, key=lambda size: (predicted[size], len(layouts[size])))
     default = predicted[DEFAULT_MIB]

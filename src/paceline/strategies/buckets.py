@@ -1,4 +1,4 @@
-"""Buckets of gradients, which are reduced together.
+"""Buckets of gradients, which are reduced together; bucket_layout.py assigns gradients to them.
 
 A gradient that fills a bucket is a bucket of its own, and is reduced where autograd has put it.
 Smaller ones are copied to the flat buffer of a bucket.
@@ -13,10 +13,6 @@ from torch import Tensor, nn
 
 from paceline.strategies.flat_buffer import FlatBuffer
 
-MIB = 2**20
-DEFAULT_MIB = 2.0
-"""Smaller buckets cost more to start than to copy; larger ones start later."""
-ONE_BUCKET_MIB = 1e6
 UNSHARED = 2
 """References to the memory of a tensor that no other tensor uses: its own and the caller's."""
 
@@ -79,41 +75,3 @@ def _filled(target: Tensor, gradient: Tensor | None) -> Tensor:
     if gradient is None:
         return target.zero_()
     return target.copy_(gradient if gradient.layout is torch.strided else gradient.to_dense())
-
-
-def split(
-    weights: Sequence[nn.Parameter], order: Sequence[int], first_mib: float, bucket_mib: float
-) -> list[list[int]]:
-    """Split weights, in the order of their gradients, into buckets in the order of their starts.
-
-    A bucket ends when it is full; the first one is smaller, so that communication starts early. A
-    gradient that fills a bucket does not wait for others.
-    """
-    if bucket_mib >= ONE_BUCKET_MIB:
-        return [[*order]]
-    first_mib = min(first_mib, bucket_mib)
-    buckets: list[list[int]] = []
-    collected: list[int] = []
-    for index in order:
-        full = MIB * (bucket_mib if buckets else first_mib)
-        if weights[index].nbytes >= full:
-            buckets.append([index])
-            continue
-        collected.append(index)
-        if sum(weights[each].nbytes for each in collected) >= full:
-            buckets.append(collected)
-            collected = []
-    return [*buckets, collected] if collected else buckets
-
-
-def split_in_order(
-    weights: Sequence[nn.Parameter], order: Sequence[int], first_mib: float, bucket_mib: float
-) -> list[list[int]]:
-    """Split as older versions did, whose checkpoints do not contain the buckets."""
-    buckets: list[list[int]] = [[]]
-    for index in order:
-        buckets[-1].append(index)
-        full = MIB * (bucket_mib if len(buckets) > 1 else first_mib)
-        if sum(weights[each].nbytes for each in buckets[-1]) >= full:
-            buckets.append([])
-    return [bucket for bucket in buckets if bucket]

@@ -26,8 +26,9 @@ from paceline.comm.work import Work
 from paceline.config.conversion import check_option
 from paceline.errors import RunError
 from paceline.measure.timeline import Moment, Timeline, timeline_of
+from paceline.strategies.bucket_layout import DEFAULT_MIB, FIRST_MIB, split, split_in_order
 from paceline.strategies.bucket_tuning import SIZES_MIB, BucketTuner, Choice, StepTimes
-from paceline.strategies.buckets import DEFAULT_MIB, Bucket, own_gradient, split, split_in_order
+from paceline.strategies.buckets import Bucket, own_gradient
 from paceline.strategies.exchange_meter import ExchangeMeter
 from paceline.strategies.flat_buffer import check_same_kind
 from paceline.strategies.gradient_averaging import GradientAveraging
@@ -61,7 +62,7 @@ class Overlap(GradientAveraging):
         *,
         algorithm: str = "library",
         bucket_mib: float | Literal["auto", "measured"] | None = "auto",
-        first_bucket_mib: float = 1.0,
+        first_bucket_mib: float = FIRST_MIB,
         codec: str = "none",
         chunk: str | None = None,
         ratio: str | None = None,
@@ -116,8 +117,8 @@ class Overlap(GradientAveraging):
         if workers > 2 and self._requested == "auto":
             reason = "with more than two workers, rounding depends on the size"
             return None, Choice(DEFAULT_MIB, reason)
-        weights = self.replica.trainable
-        if len(split(weights, self._order, self._first_bucket_mib, min(SIZES_MIB))) == 1:
+        sizes = [weight.nbytes for weight in self.replica.trainable]
+        if len(split(sizes, self._order, self._first_bucket_mib, min(SIZES_MIB))) == 1:
             return None, Choice(DEFAULT_MIB, "the gradients fit in one bucket")
         return BucketTuner(), Choice(DEFAULT_MIB, "not measured yet")
 
@@ -128,9 +129,8 @@ class Overlap(GradientAveraging):
 
     def _resize(self, bucket_mib: float) -> None:
         self._bucket_mib = bucket_mib
-        self._lay_out(
-            split(self.replica.trainable, self._order, self._first_bucket_mib, bucket_mib)
-        )
+        sizes = [weight.nbytes for weight in self.replica.trainable]
+        self._lay_out(split(sizes, self._order, self._first_bucket_mib, bucket_mib))
 
     def _lay_out(self, layout: Sequence[Sequence[int]]) -> None:
         weights = self.replica.trainable
@@ -313,7 +313,8 @@ class Overlap(GradientAveraging):
             return
         self._tuner, self._bucket_mib = None, bucket_mib
         self._meter.choice = Choice(bucket_mib, "as before the run was resumed")
-        sizes = self._first_bucket_mib, bucket_mib
+        sizes = [weight.nbytes for weight in self.replica.trainable]
         self._lay_out(
-            state.get("buckets") or split_in_order(self.replica.trainable, self._order, *sizes)
+            state.get("buckets")
+            or split_in_order(sizes, self._order, self._first_bucket_mib, bucket_mib)
         )
