@@ -94,6 +94,13 @@ class ClusterError(UsageError):
     """An emulated cluster that cannot be created, found or used."""
 
 
+class MissingMeasurementError(UsageError):
+    """A plan that needs something that was not measured."""
+
+    def __init__(self, missing: str, measure: str) -> None:
+        super().__init__(f"cannot plan: {missing} is not known: add {measure}")
+
+
 class RunError(PacelineError):
     """A failure of a run that has started."""
 

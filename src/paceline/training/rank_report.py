@@ -178,6 +178,8 @@ def account_of(
         "after_first": after_first
         and {"iterations": max(0, len(iteration_seconds) - 1), **after_first},
         "traffic": replica.communicator.traffic.to_dict(),
+        # The same on every rank.
+        **({} if rank_info.rank else {"tensor_bytes": [each.nbytes for each in replica.trainable]}),
         **(strategy.meter.summary() if strategy.meter is not None else {}),
     }
 

@@ -1,0 +1,207 @@
+"""Time of collectives: rounds of messages, each as long as a measured round of that size.
+
+An algorithm on P workers is a sequence of rounds (`rounds_of`). In a round, workers exchange
+messages, and the busiest link carries `link_bytes` in one direction. `simulate` derives this from
+the messages themselves; the rounds are its closed form, which also serves 10,000 workers.
+
+The time of one round, by bytes, is measured with two workers or a few more (`RoundTimes`): a
+measurement of r equal rounds takes r times as long as one of them. It includes what an alpha-beta
+model leaves out: protocol handshakes, sums, copies, bursts. For another link, the difference of the
+nominal links is added.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.plan.calibration import CollectiveTiming
+from paceline.plan.links import Link
+
+Floats = NDArray[np.float64]
+
+ROUND_TRIPS = 1.0
+"""Round trips of a round, if they were not measured: gloo sends once the receiver is ready."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """Equal rounds of an algorithm, one after the other."""
+
+    count: int
+    link_bytes: float
+    """Bytes that the busiest link carries in one direction, in one round."""
+
+
+def rounds_of(
+    operation: str, algorithm: str, workers: int, size_bytes: float
+) -> tuple[Rounds, ...]:
+    """The rounds of a collective, as comm/algorithms and gloo perform it.
+
+    `size_bytes` is that of the whole tensor, as in `paceline comm`.
+    """
+    if workers < 2:
+        return ()
+    peers, chunk = workers - 1, size_bytes / workers
+    depth = math.ceil(math.log2(workers))
+    if operation == "all_reduce":
+        if algorithm in ("ring", "library"):
+            return (Rounds(2 * peers, chunk),)
+        if algorithm == "root":
+            return (Rounds(2, peers * size_bytes),)
+        if algorithm == "tree":
+            return (Rounds(2 * depth, size_bytes),)
+        if algorithm == "halving_doubling":
+            halvings = workers.bit_length() - 1
+            halves = tuple(Rounds(2, size_bytes / 2**step) for step in range(1, halvings + 1))
+            # Ranks beyond a power of two send everything to a partner, and get everything back.
+            return (Rounds(2, size_bytes), *halves) if workers != 1 << halvings else halves
+    by_operation = {
+        "reduce_scatter": Rounds(peers, chunk),
+        "all_gather": Rounds(peers, chunk),
+        "gather": Rounds(1, peers * chunk),
+        "scatter": Rounds(1, peers * chunk),
+        "broadcast": Rounds(depth, size_bytes),
+        "send_recv": Rounds(1, size_bytes),
+    }
+    if operation not in by_operation:
+        raise ValueError(f"no rounds are known for {operation} by {algorithm}")
+    return (by_operation[operation],)
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveTime:
+    """Time of one collective that has the link to itself."""
+
+    delay_seconds: float
+    """Round trips, in which other collectives can use the link."""
+    busy_seconds: float
+    """Transfer, sums and software, which concurrent collectives share."""
+
+    @property
+    def seconds(self) -> float:
+        return self.delay_seconds + self.busy_seconds
+
+    def scaled(self, factor: float) -> CollectiveTime:
+        return CollectiveTime(self.delay_seconds * factor, self.busy_seconds * factor)
+
+    def __add__(self, other: CollectiveTime) -> CollectiveTime:
+        return CollectiveTime(
+            self.delay_seconds + other.delay_seconds, self.busy_seconds + other.busy_seconds
+        )
+
+
+NO_TIME = CollectiveTime(0.0, 0.0)
+
+
+class RoundTimes:
+    """Seconds of a round by link bytes, on one link."""
+
+    def __init__(
+        self,
+        link_bytes: Sequence[float] | Floats,
+        seconds: Sequence[float] | Floats,
+        round_trip_seconds: float = 0.0,
+        round_trips: float = ROUND_TRIPS,
+    ) -> None:
+        """`link_bytes` ascend. Between two sizes, times are linear; beyond the last, too."""
+        self.link_bytes = np.asarray(link_bytes, dtype=np.float64)
+        # A larger round never takes less time: a dip is noise.
+        self.seconds = np.maximum.accumulate(np.asarray(seconds, dtype=np.float64))
+        self._round_trip_seconds, self._round_trips = round_trip_seconds, round_trips
+        self.seconds_per_byte = self._slope()
+
+    @classmethod
+    def of(
+        cls,
+        timing: CollectiveTiming,
+        round_trips: float = ROUND_TRIPS,
+        random: np.random.Generator | None = None,
+    ) -> RoundTimes:
+        """From a measurement; with `random`, from a bootstrap sample of it.
+
+        The time of unequal rounds is divided by the number of rounds, and their bytes too.
+        """
+        points = sorted(timing.points, key=lambda point: point.size_bytes)
+        sizes, seconds = [], []
+        for point in points:
+            rounds = rounds_of(timing.operation, timing.algorithm, timing.workers, point.size_bytes)
+            samples = np.asarray(point.seconds)
+            if random is not None:
+                samples = random.choice(samples, len(samples))
+            count = sum(each.count for each in rounds)
+            sizes.append(sum(each.count * each.link_bytes for each in rounds) / count)
+            seconds.append(float(np.median(samples)) / count)
+        round_trip = timing.link.round_trip_seconds if timing.link else 0.0
+        return cls(sizes, seconds, round_trip, round_trips)
+
+    def _slope(self) -> float:
+        """Seconds per byte beyond the largest measured size: that of the largest quarter."""
+        if len(self.link_bytes) < 2:
+            return float(self.seconds[-1] / max(self.link_bytes[-1], 1.0))
+        begin = max(0, len(self.link_bytes) - max(2, len(self.link_bytes) // 4 + 1))
+        spread = self.link_bytes[-1] - self.link_bytes[begin]
+        return float((self.seconds[-1] - self.seconds[begin]) / spread)
+
+    @property
+    def largest_bytes(self) -> float:
+        return float(self.link_bytes[-1])
+
+    @property
+    def delay_seconds(self) -> float:
+        """The part of each round in which the link is idle."""
+        return min(self._round_trips * self._round_trip_seconds, float(self.seconds[0]))
+
+    def __call__(self, link_bytes: float) -> float:
+        beyond = max(0.0, link_bytes - self.largest_bytes)
+        measured = float(np.interp(link_bytes, self.link_bytes, self.seconds))
+        return measured + beyond * self.seconds_per_byte
+
+    def time(self, rounds: Sequence[Rounds]) -> CollectiveTime:
+        total = math.fsum(each.count * self(each.link_bytes) for each in rounds)
+        delay = self.delay_seconds * sum(each.count for each in rounds)
+        return CollectiveTime(delay, total - delay)
+
+    def on_link(
+        self, measured: Link, link: Link, least_seconds_per_byte: float = 0.0
+    ) -> RoundTimes:
+        """The times on another link: the difference of the nominal links is added.
+
+        `least_seconds_per_byte` is what software takes: no link makes it faster.
+        """
+        if measured == link:
+            return self
+        trips = self._round_trips * (link.round_trip_seconds - measured.round_trip_seconds)
+        slower = 1 / link.bytes_per_second - 1 / measured.bytes_per_second
+        floor = np.minimum(
+            self.seconds, self.link_bytes * max(1 / link.bytes_per_second, least_seconds_per_byte)
+        )
+        seconds = np.maximum(self.seconds + trips + slower * self.link_bytes, floor)
+        return RoundTimes(self.link_bytes, seconds, link.round_trip_seconds, self._round_trips)
+
+
+def nominal_round_times(link: Link, overhead_seconds: float = 50e-6) -> RoundTimes:
+    """A link that was not measured: one round trip, and the nominal bandwidth."""
+    sizes = np.array([1.0, 2.0**30])
+    seconds = overhead_seconds + link.round_trip_seconds + sizes / link.bytes_per_second
+    return RoundTimes(sizes, seconds, link.round_trip_seconds)
+
+
+def measured_round_trips(timings: Sequence[CollectiveTiming]) -> float:
+    """Round trips per round, from measurements of one collective on links of different latency."""
+    latencies = []
+    for timing in timings:
+        if timing.link is not None and (line := timing.line()) is not None:
+            rounds = rounds_of(timing.operation, timing.algorithm, timing.workers, 1.0)
+            count = sum(each.count for each in rounds)
+            latencies.append((timing.link.round_trip_seconds, line.latency_seconds / count))
+    if len(latencies) < 2:
+        return ROUND_TRIPS
+    (near, fast), (far, slow) = min(latencies), max(latencies)
+    if far - near < 1e-4:
+        return ROUND_TRIPS
+    return min(max((slow - fast) / (far - near), 0.5), 3.0)

@@ -1,0 +1,142 @@
+"""Selects the measurement that the time of a collective is derived from.
+
+The preferred measurement has the same backend, operation, algorithm and link. Rounds of other
+algorithms have the same form, so they stand in where one was not measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from paceline.errors import MissingMeasurementError
+from paceline.plan.calibration import Calibration, CollectiveTiming
+from paceline.plan.collective_cost import (
+    CollectiveTime,
+    RoundTimes,
+    measured_round_trips,
+    nominal_round_times,
+    rounds_of,
+)
+from paceline.plan.links import Link
+
+STAND_INS = (
+    ("all_reduce", "ring"),
+    ("all_reduce", "library"),
+    ("reduce_scatter", "library"),
+    ("all_gather", "library"),
+    ("send_recv", "library"),
+    ("all_reduce", "halving_doubling"),
+    ("all_reduce", "tree"),
+    ("all_reduce", "root"),
+)
+"""Whose rounds stand in for those that were not measured, the most similar first."""
+
+
+class CollectiveTimes:
+    """Times of collectives, by operation, algorithm, size, workers and link."""
+
+    def __init__(self, calibration: Calibration, random: np.random.Generator | None = None) -> None:
+        self._calibration, self._random = calibration, random
+        self._seed = None if random is None else int(random.integers(2**63))
+        self._known: dict[tuple[str, str, bool, Link | None], RoundTimes] = {}
+
+    @property
+    def most_workers(self) -> int:
+        """The largest measured number of workers."""
+        counts = [each.workers for each in self._calibration.collectives]
+        return max([2, *counts, *(run.workers for run in self._calibration.runs)])
+
+    def time(
+        self,
+        operation: str,
+        algorithm: str,
+        size_bytes: float,
+        workers: int,
+        hosts: int,
+        link: Link | None,
+    ) -> CollectiveTime:
+        """MissingMeasurementError if neither this nor a similar collective was measured."""
+        key = operation, algorithm, hosts > 1, link
+        if key not in self._known:
+            self._known[key] = self._round_times(operation, algorithm, hosts > 1, link)
+        return self._known[key].time(rounds_of(operation, algorithm, workers, size_bytes))
+
+    def _round_times(
+        self, operation: str, algorithm: str, across: bool, link: Link | None
+    ) -> RoundTimes:
+        candidates = [
+            each
+            for each in self._calibration.collectives
+            if (each.hosts > 1) == across and len(each.points) > 1
+        ]
+        for wanted in ((operation, algorithm), *STAND_INS):
+            same = [each for each in candidates if (each.operation, each.algorithm) == wanted]
+            if same:
+                return self._on_link(same, link)
+        if across and link is not None:
+            return nominal_round_times(link)
+        where = "on two hosts" if across else "on one host"
+        raise MissingMeasurementError(
+            f"the time of collectives {where}",
+            "`paceline comm --json FILE` of two workers, with at least two sizes",
+        )
+
+    def _on_link(self, timings: Sequence[CollectiveTiming], link: Link | None) -> RoundTimes:
+        round_trips = measured_round_trips(timings)
+        timing = min(timings, key=lambda each: (_distance(each.link, link), each.workers))
+        random = None if self._seed is None else np.random.default_rng(self._seed)
+        times = RoundTimes.of(timing, round_trips, random)
+        if link is None or timing.link is None:
+            return times
+        return times.on_link(timing.link, link, self._software_seconds_per_byte(timing))
+
+    def _software_seconds_per_byte(self, timing: CollectiveTiming) -> float:
+        """Of the same collective within a host, which no link limits; 0 if it was not measured."""
+        for each in self._calibration.collectives:
+            is_same = (each.operation, each.algorithm) == (timing.operation, timing.algorithm)
+            if is_same and each.hosts == 1 and len(each.points) > 1:
+                return RoundTimes.of(each).seconds_per_byte
+        return 0.0
+
+    def extrapolations(self, hosts: int, link: Link | None) -> list[str]:
+        """Why times on this link are not those of a measured one."""
+        measured = {each.link for each in self._calibration.collectives if each.hosts > 1}
+        if hosts > 1 and link is not None and link not in measured:
+            links = ", ".join(sorted(str(each) for each in measured if each)) or "none"
+            return [f"link {link}, measured {links}"]
+        return []
+
+    def codec_cost(
+        self, codec: str, options: Mapping[str, str], size_bytes: int
+    ) -> tuple[float, bool, float]:
+        """Wire bytes, whether they are gathered, and seconds: in proportion to the nearest size."""
+        own = {key: options[key] for key in ("chunk", "ratio", "rank") if key in options}
+        same = [
+            each
+            for each in self._calibration.codecs
+            if each.codec == codec and dict(each.options) == own
+        ]
+        if not same:
+            raise MissingMeasurementError(
+                f"the cost of codec {codec}", f"a run with -o codec={codec}"
+            )
+        nearest = min(same, key=lambda each: abs(math.log(each.size_bytes / size_bytes)))
+        factor = size_bytes / nearest.size_bytes
+        return (
+            nearest.wire_bytes * factor,
+            nearest.gathers,
+            float(np.median(nearest.seconds)) * factor,
+        )
+
+
+def _distance(measured: Link | None, link: Link | None) -> float:
+    """How different two links are; 0 if they are equal."""
+    if measured == link:
+        return 0.0
+    if measured is None or link is None:
+        return math.inf
+    rates = abs(math.log(measured.bits_per_second / link.bits_per_second))
+    return 1e-9 + rates + 100 * abs(measured.round_trip_seconds - link.round_trip_seconds)

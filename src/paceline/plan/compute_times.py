@@ -1,0 +1,54 @@
+"""Compute time of a worker by the number of its samples."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import MissingMeasurementError
+from paceline.plan.calibration import COMPUTE_PHASES, Calibration
+from paceline.plan.step_simulation import Compute
+
+Floats = NDArray[np.float64]
+
+
+class ComputeTimes:
+    """Compute time of a worker by the number of its samples."""
+
+    def __init__(self, calibration: Calibration, random: np.random.Generator | None = None) -> None:
+        """With `random`, times of a bootstrap sample of the measured steps."""
+        if not calibration.compute:
+            raise MissingMeasurementError("compute time", "a run with one worker")
+        points = sorted(calibration.compute, key=lambda point: point.samples)
+        self.samples = np.array([float(point.samples) for point in points])
+        factors = []
+        for point in points:
+            steps = np.asarray(point.step_seconds)
+            factor = 1.0
+            if random is not None and len(steps):
+                factor = float(random.choice(steps, len(steps)).mean() / steps.mean())
+            factors.append(factor)
+        self._phases = {
+            phase: np.array([point.phases[phase] for point in points]) * factors
+            for phase in COMPUTE_PHASES
+        }
+
+    def is_measured(self, samples: float) -> bool:
+        return bool(self.samples[0] <= samples <= self.samples[-1])
+
+    def at(self, samples: float) -> Compute:
+        if len(self.samples) == 1 and samples != self.samples[0]:
+            raise MissingMeasurementError(
+                f"compute time with {samples:g} samples per worker",
+                f"a run with another batch than {self.samples[0]:g} samples per worker",
+            )
+        return Compute(*(self._phase(self._phases[phase], samples) for phase in COMPUTE_PHASES))
+
+    def _phase(self, seconds: Floats, samples: float) -> float:
+        """Linear between two measured batches, and beyond them by least squares."""
+        if len(seconds) == 1 or self.is_measured(samples):
+            return float(np.interp(samples, self.samples, seconds))
+        slope, _ = np.polyfit(self.samples, seconds, 1, w=1 / np.maximum(self.samples, 1.0))
+        slope = max(float(slope), 0.0)
+        nearest = 0 if samples < self.samples[0] else -1
+        return max(0.0, float(seconds[nearest]) + slope * (samples - float(self.samples[nearest])))

@@ -1,0 +1,210 @@
+"""Simulation of single messages over links that they share: exact, for small worlds.
+
+`messages_of` lists the messages of an algorithm, round by round. A worker starts its next round
+when it has sent and received those of the current one. A message takes half a round trip plus its
+transfer; messages that share a link, at their sender, their receiver or between racks, share its
+bandwidth fairly. `rounds_of` (collective_cost.py) is the closed form of the result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+EPSILON = 1e-12
+
+Message = tuple[int, int, float]
+"""Sender, receiver and bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """Links of hosts with one worker each, in racks of equal size."""
+
+    latency_seconds: float
+    """From the start of an empty message until it is received."""
+    bytes_per_second: float
+    rack_size: int | None = None
+    """Hosts per rack; None: all links meet in one switch."""
+    oversubscription: float = 1.0
+    """Bandwidth of the hosts of a rack, relative to that of the rack's uplink."""
+    slow_links: Mapping[int, float] = field(default_factory=dict)
+    """Bandwidth of hosts that differ."""
+
+    def capacities(self, workers: int) -> dict[tuple[str, int], float]:
+        found = {
+            (direction, host): self.slow_links.get(host, self.bytes_per_second)
+            for host in range(workers)
+            for direction in ("out", "in")
+        }
+        if self.rack_size is not None:
+            uplink = self.rack_size * self.bytes_per_second / self.oversubscription
+            for rack in range(-(-workers // self.rack_size)):
+                found["up", rack] = found["down", rack] = uplink
+        return found
+
+    def links(self, message: Message) -> list[tuple[str, int]]:
+        """The links that a message uses."""
+        sender, receiver, _ = message
+        used = [("out", sender), ("in", receiver)]
+        if self.rack_size is not None:
+            racks = sender // self.rack_size, receiver // self.rack_size
+            if racks[0] != racks[1]:
+                used += [("up", racks[0]), ("down", racks[1])]
+        return used
+
+
+def messages_of(
+    operation: str, algorithm: str, workers: int, size_bytes: float
+) -> list[list[Message]]:
+    """The messages of each round, as comm/algorithms sends them."""
+    chunk, ranks = size_bytes / workers, range(workers)
+    shift = [(rank, (rank + 1) % workers, chunk) for rank in ranks]
+    if operation in ("reduce_scatter", "all_gather"):
+        return [shift] * (workers - 1)
+    if operation == "all_reduce" and algorithm in ("ring", "library"):
+        return [shift] * (2 * (workers - 1))
+    if operation == "all_reduce" and algorithm == "root":
+        up = [(rank, 0, size_bytes) for rank in ranks[1:]]
+        return [up, _reverse(up)]
+    if operation == "all_reduce" and algorithm == "tree":
+        up_rounds = [
+            [
+                (rank + step, rank, size_bytes)
+                for rank in ranks[:: 2 * step]
+                if rank + step < workers
+            ]
+            for step in _powers(workers)
+        ]
+        return [*up_rounds, *(_reverse(each) for each in reversed(up_rounds))]
+    if operation == "all_reduce" and algorithm == "halving_doubling":
+        return _halving_doubling(workers, size_bytes)
+    if operation == "gather":
+        return [[(rank, 0, chunk) for rank in ranks[1:]]]
+    raise ValueError(f"no messages are known for {operation} by {algorithm}")
+
+
+def _reverse(messages: Sequence[Message]) -> list[Message]:
+    return [(receiver, sender, size) for sender, receiver, size in messages]
+
+
+def _powers(workers: int) -> list[int]:
+    """1, 2, 4, ... below the number of workers."""
+    return [1 << bit for bit in range((workers - 1).bit_length())]
+
+
+def _halving_doubling(workers: int, size_bytes: float) -> list[list[Message]]:
+    active = 1 << (workers.bit_length() - 1)
+    extra = workers - active
+    ranks = [2 * index if index < extra else index + extra for index in range(active)]
+    halving = [
+        [
+            (ranks[index], ranks[index ^ width], size_bytes * width / active)
+            for index in range(active)
+        ]
+        for width in reversed(_powers(active))
+    ]
+    pairing = [[(2 * index + 1, 2 * index, size_bytes) for index in range(extra)]] if extra else []
+    return [*pairing, *halving, *reversed(halving), *(_reverse(each) for each in pairing)]
+
+
+def simulate(
+    rounds: Sequence[Sequence[Message]], network: Network, starts: Sequence[float]
+) -> list[float]:
+    """Return when each worker has completed its last round, given when it starts the first."""
+    workers = len(starts)
+    free_at = [*starts]
+    """When each worker completed its last round."""
+    mine = [
+        [
+            index
+            for index, messages in enumerate(rounds)
+            if any(rank in each[:2] for each in messages)
+        ]
+        for rank in range(workers)
+    ]
+    position = [0] * workers
+    left = [[0] * workers for _ in rounds]
+    for index, messages in enumerate(rounds):
+        for sender, receiver, _ in messages:
+            left[index][sender] += 1
+            left[index][receiver] += 1
+    capacities = network.capacities(workers)
+    waiting = {(index, each) for index, messages in enumerate(rounds) for each in messages}
+    flows: dict[tuple[int, Message], float] = {}
+    arriving: dict[tuple[int, Message], float] = {}
+    now = min(starts)
+    while waiting or flows or arriving:
+        for key in sorted(waiting):
+            index, message = key
+            if all(_is_in_round(mine, position, rank, index) for rank in message[:2]):
+                begin = max(free_at[rank] for rank in message[:2])
+                if begin <= now + EPSILON:
+                    waiting.remove(key)
+                    flows[key] = message[2]
+        rates = _fair_rates(list(flows), network, capacities)
+        ends = [size / rates[key] for key, size in flows.items()]
+        ends += [moment - now for moment in arriving.values()]
+        ends += [
+            begin - now
+            for index, message in waiting
+            if all(_is_in_round(mine, position, rank, index) for rank in message[:2])
+            and (begin := max(free_at[rank] for rank in message[:2])) > now
+        ]
+        step = max(0.0, min(ends))
+        now += step
+        for key in [*flows]:
+            flows[key] -= step * rates[key]
+            if flows[key] <= EPSILON * max(1.0, key[1][2]):
+                del flows[key]
+                arriving[key] = now + network.latency_seconds
+        for key in [key for key, moment in arriving.items() if moment <= now + EPSILON]:
+            del arriving[key]
+            index, message = key
+            for rank in message[:2]:
+                left[index][rank] -= 1
+                if not left[index][rank]:
+                    position[rank] += 1
+                    free_at[rank] = now
+    return free_at
+
+
+def _is_in_round(
+    mine: Sequence[Sequence[int]], position: Sequence[int], rank: int, index: int
+) -> bool:
+    return position[rank] < len(mine[rank]) and mine[rank][position[rank]] == index
+
+
+def _fair_rates(
+    flows: Sequence[tuple[int, Message]],
+    network: Network,
+    capacities: Mapping[tuple[str, int], float],
+) -> dict[tuple[int, Message], float]:
+    """Max-min fair rates: repeatedly fix the flows of the link with the least share for each."""
+    used = {key: network.links(key[1]) for key in flows}
+    free = dict(capacities)
+    users: dict[tuple[str, int], set[tuple[int, Message]]] = {}
+    for key, links in used.items():
+        for link in links:
+            users.setdefault(link, set()).add(key)
+    rates: dict[tuple[int, Message], float] = {}
+    while len(rates) < len(flows):
+        link = min(users, key=lambda each: free[each] / len(users[each]))
+        share = free[link] / len(users[link])
+        for key in [*users[link]]:
+            rates[key] = share
+            for other in used[key]:
+                free[other] -= share
+                users[other].discard(key)
+                if not users[other]:
+                    del users[other]
+    return rates
+
+
+def simulated_seconds(
+    operation: str, algorithm: str, workers: int, size_bytes: float, network: Network
+) -> float:
+    """Time of a collective that all workers start together."""
+    rounds = messages_of(operation, algorithm, workers, size_bytes)
+    return max(simulate(rounds, network, [0.0] * workers), default=math.nan)

@@ -1,0 +1,322 @@
+"""Predictions with intervals: what a job costs on other numbers of workers and other links.
+
+`Predictor.predict` simulates a step with every bootstrap sample of the calibration. The median is
+the prediction; the interval covers 80% of the samples. It predicts the step time of a run as
+reports define it: the mean over the steps, without the first one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import MissingMeasurementError
+from paceline.plan.calibration import Calibration, MeasuredRun
+from paceline.plan.collective_times import CollectiveTimes
+from paceline.plan.compute_times import ComputeTimes
+from paceline.plan.links import Link
+from paceline.plan.step_simulation import Job, StepTime, local_steps, simulate_step
+from paceline.plan.stragglers import expected_maximum
+
+Floats = NDArray[np.float64]
+
+SAMPLES = 100
+LOW, HIGH = 0.1, 0.9
+"""Quantiles of the interval."""
+COMPUTE_ERROR, COMMUNICATION_ERROR = 0.03, 0.05
+"""Relative standard deviation between two runs that no single run shows: placement, clock speed,
+other programs; and of what the model leaves out."""
+LEAST_CORRECTION = 0.4
+"""Beyond this, the run was disturbed or is not what the model describes."""
+MOST_WORKERS_FACTOR = 4
+"""A prediction for more times the measured number of workers is extrapolated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Floats) -> Interval:
+        median, low, high = np.quantile(values, (0.5, LOW, HIGH))
+        return cls(float(median), float(low), float(high))
+
+    def to_dict(self) -> dict[str, float]:
+        return {"median": self.median, "low": self.low, "high": self.high}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What to predict."""
+
+    strategy: str
+    workers: int
+    samples: int
+    """Samples of the global batch."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    hosts: int | None = None
+    """None: one worker per host, if there is a link, else one host."""
+    link: Link | None = None
+    """Between the hosts."""
+    scaling: Literal["strong", "weak"] = "strong"
+    """What efficiency is relative to: one worker with the global or with its local batch."""
+    slowdown: float = 1.0
+    """Compute time of the slowest worker's machine, relative to the others."""
+
+    @property
+    def host_count(self) -> int:
+        return self.hosts or (self.workers if self.link else 1)
+
+    @property
+    def samples_of_worker(self) -> int:
+        """Of the worker with the most samples."""
+        return -(-self.samples // self.workers)
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    target: Target
+    step_seconds: Interval
+    throughput: Interval
+    """Samples per second."""
+    efficiency: Interval
+    """Throughput relative to that of as many workers that need not communicate (Target.scaling)."""
+    exposed_communication: Interval
+    """Share of a step."""
+    link_bytes: float
+    """Bytes per step in one direction of the busiest link."""
+    memory_bytes: float | None
+    """Of a worker, without dataset, Python and libraries; None if it was not measured."""
+    extrapolated: tuple[str, ...]
+    """Why this is outside of the measured range; empty if it is inside."""
+
+    def to_dict(self) -> dict[str, Any]:
+        target = self.target
+        return {
+            "workers": target.workers,
+            "hosts": target.host_count,
+            "strategy": target.strategy,
+            "options": dict(target.options),
+            "link": str(target.link) if target.link else None,
+            "batch_size": target.samples,
+            "scaling": target.scaling,
+            "step_seconds": self.step_seconds.to_dict(),
+            "throughput": self.throughput.to_dict(),
+            "efficiency": self.efficiency.to_dict(),
+            "exposed_communication": self.exposed_communication.to_dict(),
+            "link_bytes": self.link_bytes,
+            "memory_bytes": self.memory_bytes,
+            "extrapolated": bool(self.extrapolated),
+            "extrapolated_because": list(self.extrapolated),
+        }
+
+
+class _Sample:
+    """One bootstrap sample of a calibration."""
+
+    def __init__(self, calibration: Calibration, random: np.random.Generator | None) -> None:
+        self.compute = ComputeTimes(calibration, random)
+        self.collectives = CollectiveTimes(calibration, random)
+        pooled = np.array([each for worker in calibration.residuals for each in worker])
+        if random is not None and len(pooled):
+            pooled = random.choice(pooled, len(pooled))
+        self.residuals = pooled / pooled.mean() if len(pooled) else np.ones(1)
+        errors = (0.0, 0.0) if random is None else random.normal(size=2)
+        self.compute_factor = math.exp(COMPUTE_ERROR * errors[0])
+        self.communication_factor = math.exp(COMMUNICATION_ERROR * errors[1])
+
+
+class Predictor:
+    """Predicts from one calibration; samples are drawn once, so that predictions compare."""
+
+    def __init__(self, calibration: Calibration, samples: int = SAMPLES, seed: int = 0) -> None:
+        self.calibration = calibration
+        self._count, self._seed = samples, seed
+
+    @cached_property
+    def _samples(self) -> list[_Sample]:
+        random = np.random.default_rng(self._seed)
+        return [_Sample(self.calibration, random) for _ in range(self._count)]
+
+    @cached_property
+    def _center(self) -> _Sample:
+        """The measurements themselves."""
+        return _Sample(self.calibration, None)
+
+    def predict(self, target: Target) -> Prediction:
+        """MissingMeasurementError if the calibration lacks what the prediction needs."""
+        correction = self._correction(target)
+        compute = self._compute_factor
+        steps = [
+            self._simulate(
+                sample,
+                target,
+                sample.compute_factor * compute,
+                sample.communication_factor * correction,
+            )
+            for sample in self._samples
+        ]
+        seconds = np.array([step.seconds for step in steps])
+        alone = np.array(
+            [self._single(sample, target) * sample.compute_factor for sample in self._samples]
+        )
+        exposed = np.array([step.exchange_seconds for step in steps]) / seconds
+        return Prediction(
+            target,
+            Interval.of(seconds),
+            Interval.of(target.samples / seconds),
+            Interval.of(alone / target.workers / seconds),
+            Interval.of(exposed),
+            steps[0].link_bytes,
+            self._memory_bytes(target),
+            tuple(self._extrapolations(target)),
+        )
+
+    def _single(self, sample: _Sample, target: Target) -> float:
+        """Time in which one worker computes the samples of a step."""
+        if target.scaling == "weak" or len(sample.compute.samples) == 1:
+            return target.workers * sample.compute.at(target.samples_of_worker).seconds
+        return sample.compute.at(target.samples).seconds
+
+    def _simulate(
+        self, sample: _Sample, target: Target, compute_factor: float, communication_factor: float
+    ) -> StepTime:
+        if target.workers == 1:
+            slowest = local = 1.0
+        else:
+            # Asynchronous workers do not wait for each other.
+            workers = target.workers if target.options.get("mode", "sync") == "sync" else 1
+            slowest = expected_maximum(sample.residuals, workers, target.slowdown)
+            steps = local_steps(target.strategy, target.options)
+            local = expected_maximum(sample.residuals, workers, target.slowdown, steps) / slowest
+        compute = sample.compute.at(target.samples_of_worker)
+        compute = compute.scaled(compute_factor * slowest * self._core_factor(target))
+        times = sample.collectives
+
+        def collective(operation: str, algorithm: str, size_bytes: float) -> Any:
+            time = times.time(
+                operation, algorithm, size_bytes, target.workers, target.host_count, target.link
+            )
+            return time.scaled(communication_factor)
+
+        job = Job(
+            target.strategy,
+            target.options,
+            target.workers,
+            target.host_count,
+            self.calibration.gradients,
+            self.calibration.optimizer_state_bytes,
+            compute,
+            collective,
+            lambda codec, size: times.codec_cost(codec, target.options, size),
+            self.calibration.contention,
+            local,
+        )
+        return simulate_step(job)
+
+    def _core_factor(self, target: Target) -> float:
+        """Workers of a host share its cores, if they were measured with more cores each."""
+        cores = self.calibration.hardware.get("cores")
+        per_worker = self.calibration.contention.cores_per_worker
+        if not isinstance(cores, int | float) or per_worker is None:
+            return 1.0
+        per_host = target.workers / target.host_count
+        return max(1.0, per_host * per_worker / cores) if target.host_count == 1 else 1.0
+
+    @cached_property
+    def _compute_factor(self) -> float:
+        """Compute time in distributed runs, relative to what the compute points say."""
+        factors = [self._compute_ratio(run) for run in self.calibration.runs if run.workers > 1]
+        known = [factor for factor in factors if factor is not None]
+        return float(np.median(known)) if known else 1.0
+
+    def _compute_ratio(self, run: MeasuredRun) -> float | None:
+        """From phases that no strategy overlaps with communication."""
+        try:
+            modeled = self._center.compute.at(run.samples)
+        except MissingMeasurementError:
+            return None
+        model = modeled.input + modeled.forward
+        measured = run.phases.get("input", 0.0) + run.phases.get("forward", 0.0)
+        return min(max(measured / model, 0.7), 1.5) if model > 0 and measured > 0 else None
+
+    def _correction(self, target: Target) -> float:
+        """Factor on communication that makes the model exact for runs of the same strategy.
+
+        From the runs on the same link with the most similar number of workers.
+        """
+        same = [
+            run
+            for run in self.calibration.runs
+            if run.workers > 1
+            and (run.strategy, dict(run.options)) == (target.strategy, dict(target.options))
+            and run.link == target.link
+            and (run.hosts > 1) == (target.host_count > 1)
+        ]
+        if not same:
+            return 1.0
+        nearest = min(abs(math.log(run.workers / target.workers)) for run in same)
+        logs = [
+            math.log(self._run_correction(run))
+            for run in same
+            if abs(math.log(run.workers / target.workers)) <= nearest + 1e-9
+        ]
+        return math.exp(float(np.mean(logs)))
+
+    def _run_correction(self, run: MeasuredRun) -> float:
+        """By bisection: a step is longer with longer communication."""
+        target = Target(
+            run.strategy,
+            run.workers,
+            run.samples * run.workers,
+            run.options,
+            run.hosts,
+            run.link,
+        )
+        compute = self._compute_ratio(run) or 1.0
+
+        def excess(factor: float) -> float:
+            step = self._simulate(self._center, target, compute, factor)
+            return step.seconds - run.step_seconds
+
+        low, high = LEAST_CORRECTION, 1 / LEAST_CORRECTION
+        for _ in range(30):
+            middle = math.sqrt(low * high)
+            low, high = (low, middle) if excess(middle) > 0 else (middle, high)
+        return math.sqrt(low * high)
+
+    def _memory_bytes(self, target: Target) -> float | None:
+        activations = self.calibration.activation_bytes_per_sample
+        if activations is None:
+            return None
+        weights = float(self.calibration.gradient_bytes)
+        state = float(self.calibration.optimizer_state_bytes)
+        if target.strategy == "sharded":
+            state /= target.workers
+        elif target.strategy == "parameter_server":
+            state = 0.0
+        buckets = weights if target.strategy in ("overlap", "ddp") else 0.0
+        return 2 * weights + state + buckets + activations * target.samples_of_worker
+
+    def _extrapolations(self, target: Target) -> list[str]:
+        found = []
+        compute = self._center.compute
+        if not compute.is_measured(target.samples_of_worker):
+            low, high = compute.samples[0], compute.samples[-1]
+            found.append(
+                f"{target.samples_of_worker} samples per worker, measured {low:g} to {high:g}"
+            )
+        if target.workers > 1:
+            measured = self._center.collectives.most_workers
+            if target.workers > MOST_WORKERS_FACTOR * measured:
+                found.append(f"{target.workers} workers, measured {measured}")
+            found += self._center.collectives.extrapolations(target.host_count, target.link)
+        return found

@@ -1,0 +1,106 @@
+"""Rounds of collectives: equal to simulated messages, to the formulas of comm/, and to data."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from paceline.comm.algorithms import ALGORITHMS
+from paceline.comm.cost import Network as CostNetwork
+from paceline.plan.collective_cost import Rounds, RoundTimes, measured_round_trips, rounds_of
+from paceline.plan.links import Link
+from paceline.plan.message_simulation import Network, simulated_seconds
+from tests.support.calibrations import timing
+
+LATENCY, RATE = 1e-3, 1e8
+LINEAR = RoundTimes([0.0, 1e9], [LATENCY, LATENCY + 1e9 / RATE])
+WORLDS = (2, 3, 4, 5, 7, 8, 13, 16)
+NAMES = [entry.name for entry in ALGORITHMS]
+
+
+@pytest.mark.parametrize("workers", WORLDS)
+@pytest.mark.parametrize("algorithm", NAMES)
+@pytest.mark.parametrize("size_bytes", [1.0, 1e6])
+def test_rounds_take_as_long_as_their_messages(
+    algorithm: str, workers: int, size_bytes: float
+) -> None:
+    rounds = rounds_of("all_reduce", algorithm, workers, size_bytes)
+    network = Network(LATENCY, RATE)
+    simulated = simulated_seconds("all_reduce", algorithm, workers, size_bytes, network)
+    assert LINEAR.time(rounds).seconds == pytest.approx(simulated, rel=1e-6)
+
+
+@pytest.mark.parametrize("workers", [1, *WORLDS, 64, 10_000])
+@pytest.mark.parametrize("algorithm", NAMES)
+def test_rounds_agree_with_the_cost_of_the_algorithm(algorithm: str, workers: int) -> None:
+    cost = ALGORITHMS.load(algorithm)().cost(workers, 1e6, CostNetwork(LATENCY, RATE))
+    rounds = rounds_of("all_reduce", algorithm, workers, 1e6)
+    assert LINEAR.time(rounds).seconds == pytest.approx(cost.seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize("operation", ["reduce_scatter", "all_gather", "gather"])
+@pytest.mark.parametrize("workers", WORLDS)
+def test_other_collectives_take_as_long_as_their_messages(operation: str, workers: int) -> None:
+    rounds = rounds_of(operation, "library", workers, 1e6)
+    simulated = simulated_seconds(operation, "library", workers, 1e6, Network(LATENCY, RATE))
+    assert LINEAR.time(rounds).seconds == pytest.approx(simulated, rel=1e-6)
+
+
+@pytest.mark.parametrize("algorithm", NAMES)
+def test_measurements_with_two_workers_predict_more(algorithm: str) -> None:
+    """If rounds are linear in their bytes, what two workers measure determines every world."""
+    pair = rounds_of("all_reduce", algorithm, 2, 1.0)
+    count, moved = pair[0].count, pair[0].count * pair[0].link_bytes
+    measured = timing("all_reduce", algorithm, count * LATENCY, RATE / moved)
+    times = RoundTimes.of(measured)
+    for workers, size_bytes in itertools.product(WORLDS, (2**12, 2**20, 2**29)):
+        rounds = rounds_of("all_reduce", algorithm, workers, size_bytes)
+        smallest = min(each.link_bytes for each in rounds)
+        # Below the smallest measured size, a round takes as long as that.
+        lowest = float(times.link_bytes[0])
+        error = max(0.0, lowest - smallest) / RATE / LATENCY
+        expected = LINEAR.time(rounds).seconds
+        assert times.time(rounds).seconds == pytest.approx(expected, rel=1e-6 + error)
+
+
+def test_a_slower_link_adds_its_difference() -> None:
+    near, far = Link(1e9, 0.0), Link(1e8, 2e-3)
+    times = RoundTimes([1e3, 1e6], [1e-3, 9e-3]).on_link(near, far)
+    assert times(1e6) == pytest.approx(9e-3 + 2e-3 + 1e6 * 8 * (1e-8 - 1e-9))
+    assert times.time([Rounds(3, 1e3)]).delay_seconds == pytest.approx(3 * 2e-3)
+
+
+def test_a_faster_link_is_limited_by_its_own_rate_and_by_software() -> None:
+    slow, fast = Link(1e8), Link(1e10)
+    times = RoundTimes([1e3, 1e6], [1e-4, 0.0801])
+    assert times.on_link(slow, fast)(1e6) == pytest.approx(0.0801 - 0.08 + 0.0008)
+    assert times.on_link(slow, fast, 1e-8)(1e6) == pytest.approx(0.01)
+
+
+def test_noise_never_makes_a_larger_round_faster() -> None:
+    times = RoundTimes([1.0, 2.0, 3.0], [1.0, 3.0, 2.0])
+    assert [times(size) for size in (1.0, 2.0, 3.0)] == [1.0, 3.0, 3.0]
+
+
+def test_bootstrap_samples_vary_with_the_measurements() -> None:
+    spread = timing("all_reduce", "ring", 1e-3, 1e8)
+    points = tuple(
+        type(point)(point.size_bytes, tuple(point.seconds[0] * f for f in (0.9, 1.0, 1.1, 1.3)))
+        for point in spread.points
+    )
+    noisy = type(spread)("gloo", "all_reduce", "ring", 2, 2, spread.link, points)
+    random = np.random.default_rng(1)
+    values = {RoundTimes.of(noisy, 1.0, random)(1e6) for _ in range(20)}
+    assert len(values) > 3
+    assert {RoundTimes.of(spread, 1.0, random)(1e6) for _ in range(3)} == {
+        RoundTimes.of(spread)(1e6)
+    }
+
+
+def test_round_trips_are_measured_by_links_of_different_latency() -> None:
+    near = timing("all_reduce", "ring", 1e-3, 1e8, link=Link(1e9))
+    far = timing("all_reduce", "ring", 1e-3 + 2 * 1.5e-3, 1e8, link=Link(1e9, 1e-3))
+    assert measured_round_trips([near, far]) == pytest.approx(1.5, rel=1e-3)
+    assert measured_round_trips([near]) == 1.0

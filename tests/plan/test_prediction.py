@@ -1,0 +1,142 @@
+"""Predictions: exact for exact measurements, and intervals that follow the measured variation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from paceline.errors import MissingMeasurementError
+from paceline.plan import prediction
+from paceline.plan.calibration import MeasuredRun
+from paceline.plan.prediction import Predictor, Target
+from paceline.plan.stragglers import expected_maximum
+from tests.support.calibrations import LINK, calibration, point, timing
+
+
+@pytest.fixture
+def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the error between runs, equal samples leave no uncertainty."""
+    monkeypatch.setattr(prediction, "COMPUTE_ERROR", 0.0)
+    monkeypatch.setattr(prediction, "COMMUNICATION_ERROR", 0.0)
+
+
+def ring_seconds(workers: int, size_bytes: float) -> float:
+    """Of timing("all_reduce", "ring", 1e-3, 100e6): two rounds of half the bytes."""
+    return 2 * (workers - 1) * (0.5e-3 + size_bytes / workers / 100e6)
+
+
+@pytest.mark.usefixtures("_exact")
+@pytest.mark.parametrize("workers", [2, 3, 4, 8])
+def test_exact_measurements_give_the_formula(workers: int) -> None:
+    found = Predictor(calibration(), samples=5).predict(Target("ring", workers, 64, link=LINK))
+    compute = 0.010 + 0.001 * -(-64 // workers)
+    exchange = ring_seconds(workers, 4_404_000)
+    assert found.step_seconds.median == pytest.approx(compute + exchange, rel=1e-6)
+    assert found.step_seconds.low == pytest.approx(found.step_seconds.high)
+    assert found.throughput.median == pytest.approx(64 / (compute + exchange), rel=1e-6)
+    assert found.exposed_communication.median == pytest.approx(exchange / (compute + exchange))
+    assert found.efficiency.median == pytest.approx(0.074 / workers / (compute + exchange))
+    assert found.link_bytes == pytest.approx(2 * (workers - 1) / workers * 4_404_000)
+
+
+@pytest.mark.usefixtures("_exact")
+def test_weak_scaling_compares_with_one_worker_of_the_local_batch() -> None:
+    predictor = Predictor(calibration(), samples=5)
+    found = predictor.predict(Target("ring", 4, 64, link=LINK, scaling="weak"))
+    assert found.efficiency.median == pytest.approx(0.026 / found.step_seconds.median)
+
+
+def test_intervals_widen_with_the_measured_variation() -> None:
+    def width(factors: tuple[float, ...]) -> float:
+        noisy = replace(
+            timing("all_reduce", "ring", 1e-3, 100e6),
+            points=tuple(
+                replace(each, seconds=tuple(each.seconds[0] * factor for factor in factors))
+                for each in timing("all_reduce", "ring", 1e-3, 100e6).points
+            ),
+        )
+        found = Predictor(calibration(collectives=[noisy])).predict(
+            Target("ring", 8, 128, link=LINK)
+        )
+        assert found.step_seconds.low <= found.step_seconds.median <= found.step_seconds.high
+        return found.step_seconds.high - found.step_seconds.low
+
+    assert width((0.7, 0.8, 1.0, 1.3, 1.5)) > 1.5 * width((1.0,) * 5)
+
+
+def test_predictions_are_reproducible() -> None:
+    target = Target("ddp", 8, 128, link=LINK)
+    first, second = (Predictor(calibration()).predict(target) for _ in range(2))
+    assert first == second
+
+
+@pytest.mark.usefixtures("_exact")
+def test_a_run_of_the_same_strategy_corrects_its_communication() -> None:
+    run = MeasuredRun(
+        "ring", {}, "gloo", 2, 2, LINK, 32,
+        step_seconds=0.042 + 1.5 * ring_seconds(2, 4_404_000),
+        phases=dict(point(32, 0.042).phases),
+    )  # fmt: skip
+    corrected = Predictor(replace(calibration(), runs=(run,)), samples=3)
+    found = corrected.predict(Target("ring", 4, 64, link=LINK)).step_seconds.median
+    assert found == pytest.approx(0.026 + 1.5 * ring_seconds(4, 4_404_000), rel=1e-3)
+    # Another strategy is not affected.
+    plain = Predictor(calibration(), samples=3).predict(Target("tree", 4, 64, link=LINK))
+    assert corrected.predict(Target("tree", 4, 64, link=LINK)).step_seconds == plain.step_seconds
+
+
+@pytest.mark.usefixtures("_exact")
+def test_slower_compute_in_distributed_runs_applies_to_predictions() -> None:
+    phases = {name: 1.2 * spent for name, spent in point(32, 0.042).phases.items()}
+    exchange = ring_seconds(2, 4_404_000)
+    run = MeasuredRun("ring", {}, "gloo", 2, 2, LINK, 32, 1.2 * 0.042 + exchange, phases)
+    found = Predictor(replace(calibration(), runs=(run,)), samples=3)
+    step = found.predict(Target("ring", 4, 64, link=LINK)).step_seconds.median
+    assert step == pytest.approx(1.2 * 0.026 + ring_seconds(4, 4_404_000), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        (Target("ring", 4, 64, link=LINK), None),
+        (Target("ring", 16, 256, link=LINK), "16 workers, measured 2"),
+        (Target("ring", 2, 1000, link=LINK), "500 samples per worker, measured 16 to 64"),
+        (Target("ring", 4, 64, link=replace(LINK, bits_per_second=1e8)), "link 100mbit, measured"),
+    ],
+)
+def test_predictions_outside_of_the_measurements_say_so(target: Target, reason: str | None) -> None:
+    found = Predictor(calibration(), samples=3).predict(target)
+    assert found.to_dict()["extrapolated"] is (reason is not None)
+    assert reason is None or reason in found.extrapolated[0]
+
+
+def test_what_was_not_measured_is_named() -> None:
+    with pytest.raises(MissingMeasurementError, match="add `paceline comm"):
+        Predictor(calibration(collectives=[])).predict(Target("ring", 4, 64))
+    one_point = replace(calibration(), compute=(point(16, 0.026),))
+    with pytest.raises(MissingMeasurementError, match="another batch than 16 samples"):
+        Predictor(one_point).predict(Target("ring", 4, 128, link=LINK))
+    with pytest.raises(MissingMeasurementError, match="-o codec=int8"):
+        Predictor(calibration()).predict(Target("ring", 4, 64, {"codec": "int8"}, link=LINK))
+
+
+def test_the_expected_maximum_is_that_of_resampled_workers() -> None:
+    random = np.random.default_rng(3)
+    residuals = random.lognormal(0.0, 0.3, 400)
+    residuals /= residuals.mean()
+    for workers in (1, 2, 8, 64):
+        drawn = random.choice(residuals, (20_000, workers)).max(axis=1).mean()
+        assert expected_maximum(residuals, workers) == pytest.approx(drawn, rel=0.02)
+    drawn = random.choice(residuals, (20_000, 4))
+    drawn[:, 0] *= 1.5
+    expected = drawn.max(axis=1).mean()
+    assert expected_maximum(residuals, 4, slowdown=1.5) == pytest.approx(expected, rel=0.02)
+
+
+def test_workers_that_synchronize_rarely_wait_less() -> None:
+    residuals = np.random.default_rng(3).lognormal(0.0, 0.3, 400)
+    residuals /= residuals.mean()
+    every_step, rarely = (expected_maximum(residuals, 8, steps=steps) for steps in (1, 8))
+    assert 1.0 < rarely < every_step
