@@ -567,7 +567,9 @@ def _build_replica(
         model=model,
         optimizer=build_optimizer(config, model.parameters(), undecayed),
         clock=clock,
-        forward=torch.compile(model) if config.compile else model,
+        # For each shape, not for shapes in general: a captured step keeps the code that it was
+        # captured with, and an eager one must use the same.
+        forward=torch.compile(model, dynamic=False) if config.compile else model,
         scaler=torch.amp.GradScaler(prepared.device.type, enabled=config.precision == "fp16"),
         communicator=communicator,
         node=context.rank_info.node_rank,
