@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 UNORDERED = ("ScaledDotProduct", "Embedding")
-"""Operations whose kernels add gradients in the order in which thread blocks are done. There are
-several kernels of attention: flash, efficient and cuDNN."""
+"""Operations whose kernels add gradients in the order in which thread blocks are done. Of those for
+attention, cuDNN's cannot be made deterministic; it is off while paceline trains."""
 
 
 def fix_order_of_sums(output: Tensor) -> None:
