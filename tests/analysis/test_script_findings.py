@@ -37,6 +37,32 @@ def call(name: str, count: int, seconds: float, **values: Any) -> dict[str, Any]
     }  # fmt: skip
 
 
+def copies(seconds: float, **values: int) -> dict[str, Any]:
+    return {
+        "call": "Tensor.to", **line(21, 'inputs = inputs.to("cuda")'), "count": 400, "steps": 200,
+        "seconds": seconds, "gpu_seconds": seconds / 2, "bytes": 1 << 30, "pageable_bytes": 0,
+        "blocking_bytes": 0, **values,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["pageable_bytes", "blocking_bytes"])
+def test_copies_that_block_each_step_are_named_with_their_line(tmp_path: Path, kind: str) -> None:
+    facts: dict[str, Any] = {"copies": [copies(0.4, **{kind: 1 << 30})]}
+    one = only_fault(tmp_path, FakeScript(facts=(facts, {})))
+    assert isinstance(one, found.BlockingCopy)
+    assert (one.line.number, one.is_pageable) == (21, kind == "pageable_bytes")
+    assert one.share == pytest.approx(0.2)
+    assert (one.seconds, one.bytes) == (0.002, (1 << 30) / 200)
+    assert ("pin_memory" in script_wording.remedy(one)) == one.is_pageable
+
+
+def test_copies_that_do_not_block_or_cost_little_are_no_fault(tmp_path: Path) -> None:
+    few = copies(0.4, pageable_bytes=1 << 30, steps=20)
+    cheap = copies(0.01, pageable_bytes=1 << 30)
+    facts: dict[str, Any] = {"copies": [copies(0.4), few, cheap]}
+    assert faults(tmp_path, FakeScript(facts=(facts, {}))) == []
+
+
 def test_a_balanced_run_has_no_fault_but_a_bottleneck(tmp_path: Path) -> None:
     run = write_script(tmp_path, FakeScript())
     (one,) = find_in_script(run)

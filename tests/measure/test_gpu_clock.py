@@ -43,6 +43,8 @@ class Machine:
     def record_anchor(self) -> Mark:
         return FakeMark(self, self.now, self.drift)
 
+    def use_current_stream(self) -> None: ...
+
 
 @dataclass
 class FakeMark:

@@ -103,6 +103,8 @@ def test_gpu_clock_keeps_the_startup_timer_of_the_previous_clock() -> None:
         def record_anchor(self) -> NoMark:
             return NoMark()
 
+        def use_current_stream(self) -> None: ...
+
     before = PhaseClock()
     assert CudaPhaseClock(before, NoGpu()).startup is before.startup
 

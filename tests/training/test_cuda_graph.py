@@ -81,6 +81,8 @@ class CpuMarks:
     def record_anchor(self) -> CpuMark:
         return CpuMark()
 
+    def use_current_stream(self) -> None: ...
+
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:

@@ -92,6 +92,20 @@ class BlockingCall:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockingCopy:
+    """Batches are copied to the GPU in a way that the script waits for."""
+
+    share: float
+    line: Line
+    seconds: float
+    """Per step."""
+    bytes: float
+    """Per step."""
+    is_pageable: bool
+    """If not, the copy is not `non_blocking`."""
+
+
+@dataclass(frozen=True, slots=True)
 class TooManyThreads:
     share: float
     """Of the CPU time that the threads ask for and do not get."""
@@ -167,6 +181,7 @@ ScriptFinding = (
     | NoLoaderWorkers
     | SlowInput
     | BlockingCall
+    | BlockingCopy
     | TooManyThreads
     | SmallBuckets
     | NeedlessSearch
@@ -268,6 +283,21 @@ def _blocking_call(rank: RankFacts, call: Call) -> BlockingCall | None:
     share = rank.share(call.seconds)
     is_costly = share >= COSTLY_CALL
     return BlockingCall(share, call.name, call.line, per_step, call.count / call.steps, is_costly)
+
+
+def _about_copies(profile: ScriptProfile) -> Iterator[ScriptFinding]:
+    """Of the rank that spends most time on each line."""
+    found: dict[Line, BlockingCopy] = {}
+    for rank in profile.ranks:
+        for one in rank.copies:
+            share = rank.share(one.seconds)
+            is_in_steps = one.steps >= EVERY_STEP * rank.counted_steps
+            if not (one.blocks and is_in_steps and share >= COSTLY_CALL):
+                continue
+            if one.line not in found or share > found[one.line].share:
+                per_step = one.seconds / one.steps, one.bytes / one.steps
+                found[one.line] = BlockingCopy(share, one.line, *per_step, one.is_pageable)
+    yield from found.values()
 
 
 def _about_threads(profile: ScriptProfile) -> Iterator[ScriptFinding]:
@@ -389,6 +419,7 @@ RULES: tuple[Callable[[ScriptProfile], Iterator[ScriptFinding]], ...] = (
     _about_slow_rank,
     _about_input,
     _about_calls,
+    _about_copies,
     _about_threads,
     _about_ddp,
     _about_communication,

@@ -41,6 +41,30 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class Copies:
+    """Copies from the host to a GPU by one line."""
+
+    name: str
+    line: Line
+    count: int
+    steps: int
+    seconds: float
+    """Of the program."""
+    bytes: int
+    pageable_bytes: int
+    blocking_bytes: int
+
+    @property
+    def is_pageable(self) -> bool:
+        return 2 * self.pageable_bytes > self.bytes
+
+    @property
+    def blocks(self) -> bool:
+        """Whether the program waits until the GPU has done them, and all work before them."""
+        return self.is_pageable or 2 * self.blocking_bytes > self.bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Loader:
     line: Line | None
     workers: int
@@ -91,6 +115,7 @@ class RankFacts:
     calls: Sequence[Call] = ()
     loaders: Sequence[Loader] = ()
     ddp_models: Sequence[DdpModel] = ()
+    copies: Sequence[Copies] = ()
     samples: Sequence[ProcessSample] = field(default_factory=list)
     """From the first block of steps on."""
     counted_steps: int = 0
@@ -164,6 +189,7 @@ def _read_rank(run: Run, rank: int) -> RankFacts | None:
         [_call(one) for one in _objects(last.get("calls"))],
         [_loader(one) for one in _objects(last.get("loaders"))],
         [_ddp_model(one) for one in _objects(last.get("ddp_models"))],
+        [_copies(one) for one in _objects(last.get("copies"))],
         [_sample(one) for one in facts],
         _integer(last.get("steps")) or 0,
     )
@@ -195,6 +221,19 @@ def _call(one: Mapping[str, Any]) -> Call:
         _integer(one.get("steps")) or 0,
         _number(one.get("seconds")) or 0.0,
         _integer(one.get("bytes")) or 0,
+    )
+
+
+def _copies(one: Mapping[str, Any]) -> Copies:
+    return Copies(
+        str(one.get("call", "?")),
+        _line(one) or Line("?", 0),
+        _integer(one.get("count")) or 0,
+        _integer(one.get("steps")) or 0,
+        _number(one.get("seconds")) or 0.0,
+        _integer(one.get("bytes")) or 0,
+        _integer(one.get("pageable_bytes")) or 0,
+        _integer(one.get("blocking_bytes")) or 0,
     )
 
 

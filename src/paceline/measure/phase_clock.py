@@ -250,6 +250,9 @@ class PhaseClock:
     def settle_ready(self) -> None:
         """Process phase changes that a GPU has reached, without waiting for others."""
 
+    def use_current_stream(self) -> None:
+        """Mark phase changes in the work of the current stream of a GPU from now on."""
+
     def _settle(self) -> None:
         """Process phase changes whose times were not known yet; a CPU clock has none."""
 
@@ -280,6 +283,9 @@ class MarkRecorder(Protocol):
 
     def record_anchor(self) -> Mark:
         """Record a mark that does not wait for any work."""
+
+    def use_current_stream(self) -> None:
+        """Record marks in the work of the current stream from now on."""
 
 
 class _PendingMark(NamedTuple):
@@ -390,6 +396,9 @@ class CudaPhaseClock(PhaseClock):
     def _settled_changes(self) -> int:
         return self._settled
 
+    def use_current_stream(self) -> None:
+        self._recorder.use_current_stream()
+
     def settle_ready(self) -> None:
         pending = self._pending
         while pending and pending[0].mark.query():
@@ -448,6 +457,7 @@ class _CudaMarkRecorder:
     """Records marks on the stream that was current when it was created."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._stream = torch.cuda.current_stream(device)
         self._idle = torch.cuda.Stream(device)
 
@@ -465,6 +475,9 @@ class _CudaMarkRecorder:
         event = torch.cuda.Event(enable_timing=True)
         self._idle.record_event(event)
         return event
+
+    def use_current_stream(self) -> None:
+        self._stream = torch.cuda.current_stream(self._device)
 
 
 def clock_for(device: torch.device, before: PhaseClock) -> PhaseClock:

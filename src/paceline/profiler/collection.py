@@ -76,11 +76,21 @@ class RankRecord:
         first = sum(self.blocks[0]["after_first"].values())
         return {"start": started, "first": started + first, "last": started + self.wall_seconds}
 
+    @property
+    def host_to_device(self) -> dict[str, float] | None:
+        """Copies to the GPU by all lines; None if there are none."""
+        facts = [one["copies"] for one in self.events if "copies" in one]
+        if not facts:
+            return None
+        names = ("count", "bytes", "pageable_bytes", "seconds", "gpu_seconds")
+        return {name: sum(site[name] for site in facts[-1]) for name in names}
+
     def account(self) -> dict[str, Any]:
         """The entry of the rank in `workers` of result.json, without its communication."""
         seconds, phases = self.step_seconds, dict(self.last["phases"])
         before = self.blocks[0]["after_first"]
         hidden = 0.0 if self.start["workers"] == 1 else None
+        copies = self.host_to_device
         return {
             "rank": self.rank,
             "node": int(self.start["node"]),
@@ -102,6 +112,7 @@ class RankRecord:
                 kind: {"bytes_sent": 0, "bytes_received": 0, "messages": 0, "seconds": 0.0}
                 for kind in TRAFFIC_KINDS
             },
+            **({"host_to_device": copies} if copies else {}),
         }
 
 

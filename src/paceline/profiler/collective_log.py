@@ -42,10 +42,11 @@ OPERATIONS = (
 )
 """A record holds the index."""
 
-ASYNC, BACKWARD, FAILED, EXPOSED, BUFFERS, POLLED = 1, 2, 4, 8, 16, 32
+ASYNC, BACKWARD, FAILED, EXPOSED, BUFFERS, POLLED, ON_GPU = 1, 2, 4, 8, 16, 32, 64
 """Flags: the call did not wait for the operation; the autograd engine issued it; it raised an
 exception; the program's thread was blocked from `blocked_began` to `blocked_ended`; DDP broadcasts
-its buffers; it had ended some time before `end`."""
+its buffers; it had ended some time before `end`; a GPU executed it, at a time after `arrival` that
+is not known, but for the time between `arrival` and `end`."""
 
 RECORD = np.dtype(
     [
@@ -73,9 +74,9 @@ the other rank of a message, as a rank of the group; -1 if there is none. Times 
 _WHOLE = Struct("<HBBIQQQiIdddd")
 _TIME = Struct("<d")
 _BLOCKED = Struct("<dd")
-_FLAGS_OFFSET, _END_OFFSET, _BLOCKED_OFFSET = (
+_FLAGS_OFFSET, _ARRIVAL_OFFSET, _END_OFFSET, _BLOCKED_OFFSET = (
     RECORD.fields[name][1]  # type: ignore[index]  # the dtype has fields
-    for name in ("flags", "end", "blocked_began")
+    for name in ("flags", "arrival", "end", "blocked_began")
 )
 SIZE = RECORD.itemsize
 
@@ -160,6 +161,10 @@ class CollectiveLog:
     def ended(self, position: int) -> float:
         """The time of the end; 0 if it has not ended."""
         moment: float = _TIME.unpack_from(self._memory, position + _END_OFFSET)[0]
+        return moment
+
+    def arrival(self, position: int) -> float:
+        moment: float = _TIME.unpack_from(self._memory, position + _ARRIVAL_OFFSET)[0]
         return moment
 
     def set_flag(self, position: int, flag: int) -> None:

@@ -14,12 +14,17 @@ The program's thread is blocked by
 - the end of a backward pass, where DDP waits in C++ for its buckets (backward_passes.py)
 
 This time is phase exchange. The rest of a collective's time is overlapped.
+
+NCCL executes collectives on the GPU. `wait` then makes a stream wait, and the phase is measured by
+the events of the clock. What a collective takes is known by the events of its Work, or for a
+synchronous one by those around it. While a CUDA graph is captured, nothing is recorded.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -32,6 +37,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from paceline.measure.timeline import is_capturing
 from paceline.profiler import collective_operations
 from paceline.profiler.backward_passes import BackwardPasses
 from paceline.profiler.blocked_thread import BlockedThread, Program
@@ -39,6 +45,7 @@ from paceline.profiler.collective_log import (
     ASYNC,
     BACKWARD,
     FAILED,
+    ON_GPU,
     POLLED,
     SIZE,
     CollectiveLog,
@@ -47,6 +54,7 @@ from paceline.profiler.collective_log import (
 from paceline.profiler.collective_operations import Operation, transfer_counts
 from paceline.profiler.ddp import DdpModels
 from paceline.profiler.gloo_threads import wait_until_idle
+from paceline.profiler.gpu_times import GpuInterval
 from paceline.profiler.hooks import Guard, Hooks
 from paceline.profiler.python_groups import PythonGroups
 
@@ -82,20 +90,26 @@ class _Group:
     """Sequence numbers of messages by direction and peer."""
     counts: dict[tuple[Any, ...], Counts] = field(default_factory=dict)
     """Of the operations so far, by operation, size, peer and dtype."""
+    is_nccl: bool = False
+    """Whether its operations run on a GPU, after the functions that wait for them return."""
 
 
-_Arrival = tuple[int, Tensor | None, bool]
-"""Position in the log, the first tensor, and whether the call does not wait."""
+_Arrival = tuple[int, Tensor | None, bool, bool]
+"""Position in the log, the first tensor, whether the call does not wait, and whether it is one of
+NCCL."""
 
 
 class Pending(NamedTuple):
     """An operation that has not ended, or that the program did not wait for yet."""
 
     work: Any
-    """The Python object, which exists until then, so that `wait` is called on the same one."""
+    """The Python object, which exists until then, so that `wait` is called on the same one; of a
+    synchronous operation on a GPU, its interval."""
     position: int
     storage: int
     """Address of the first tensor: `wait_tensor` gets no Work."""
+    is_on_gpu: bool = False
+    """Whether the program does not wait for the end, but a stream of the GPU does."""
 
 
 class CollectiveRecorder:
@@ -117,6 +131,7 @@ class CollectiveRecorder:
         self._incarnations: dict[str, count[int]] = {}
         self._polled: deque[Pending] = deque(maxlen=MAX_PENDING)
         """Those without a callback at their end, in the order of their start."""
+        self._has_nccl = False
         self._models = DdpModels(self)
         self._backward_passes = BackwardPasses(self, self._models)
         self.python_groups = PythonGroups(self)
@@ -172,15 +187,19 @@ class CollectiveRecorder:
 
         inside, blocked = self.python_groups.inside, self.blocked
         program = blocked.program
+        begin_interval, end_interval = self.guard(GpuInterval), self.guard(self._end_interval)
 
         @self.guard
-        def arrive(args: tuple[Any, ...], arrival: float) -> _Arrival:
+        def arrive(args: tuple[Any, ...], arrival: float) -> _Arrival | None:
             # Arguments at the end that have their default value are omitted.
             is_async = not blocks and (len(args) <= at_async or args[at_async])
             group, peer = group_of(args[at_group]), args[at_peer] if at_peer else -1
             tensor, size_bytes = operation.measure(args)
+            if tensor is not None and tensor.is_cuda and is_capturing():
+                return None
             position = self.begin(operation, group, tensor, size_bytes, peer, is_async, arrival)
-            return position, tensor, is_async
+            is_nccl = self._has_nccl and self._uses_nccl(group, tensor, position)
+            return position, tensor, is_async, is_nccl
 
         @self.guard
         def launched(result: Any, arrived: _Arrival) -> None:
@@ -193,18 +212,25 @@ class CollectiveRecorder:
             arrived = None if get_ident() in inside else arrive(args, arrival)
             if arrived is None:
                 return redispatch(keyset & _BELOW, *args, **kwargs)
-            before = blocked.enter() if blocks else None
+            position, _, is_async, is_nccl = arrived
+            # One of NCCL that is synchronous is executed by the current stream, without a Work.
+            is_synchronous = is_nccl and not is_async
+            before = blocked.enter() if blocks or is_synchronous else None
+            interval = begin_interval() if is_synchronous else None
             began = perf_counter()
             try:
                 result = redispatch(keyset & _BELOW, *args, **kwargs)
             except BaseException:
-                self.failed(arrived[0])
+                self.failed(position)
                 raise
             finally:
                 ended = perf_counter()
-                if blocks:
-                    self.leave(before, arrived[0], arrival)
-            if not blocks:
+                if interval is not None:
+                    end_interval(interval, position)
+                    blocked.leave(before)
+                elif blocks:
+                    self.leave(before, position, arrival)
+            if not (blocks or is_synchronous):
                 launched(result, arrived)
             program.recorder_seconds += began - arrival + perf_counter() - ended + DISPATCH_SECONDS
             return result
@@ -225,7 +251,7 @@ class CollectiveRecorder:
                 return redispatch(keyset & _BELOW, tensor)
             finally:
                 for pending in waiting:
-                    self.leave(before, pending.position, began)
+                    self.leave(before, None if pending.is_on_gpu else pending.position, began)
 
         self._implement("_c10d_functional", "wait_tensor", kernel)
 
@@ -274,13 +300,35 @@ class CollectiveRecorder:
         self.blocked.add_to_section(self.log, position)
         return position
 
+    def _uses_nccl(self, group: Any, tensor: Tensor | None, position: int) -> bool:
+        if not (self._groups[group.group_name].is_nccl and (tensor is None or tensor.is_cuda)):
+            return False
+        if self.log is not None:
+            self.log.set_flag(position, ON_GPU)
+        return True
+
+    def _end_interval(self, interval: GpuInterval, position: int) -> None:
+        interval.end()
+        self._poll()
+        self._polled.append(Pending(interval, position, 0, is_on_gpu=True))
+
     def _launched(
-        self, operation: Operation, work: Any, position: int, tensor: Tensor | None, is_async: bool
+        self,
+        operation: Operation,
+        work: Any,
+        position: int,
+        tensor: Tensor | None,
+        is_async: bool,
+        is_nccl: bool,
     ) -> None:
-        pending = self.hold(work, position, tensor)
+        if work is None:
+            # Several operations are launched together, and only the last one has a Work.
+            self.has_ended(position, perf_counter())
+            return
+        pending = self.hold(work, position, tensor, is_nccl)
         self._poll()
         future = None
-        if tensor is not None and tensor.is_cuda:
+        if is_nccl:
             # A future of NCCL is completed when the work is launched.
             self._polled.append(pending)
         elif is_async and not operation.is_message:
@@ -290,23 +338,44 @@ class CollectiveRecorder:
                 future.add_done_callback(self.ender(work, position))
             else:
                 self._polled.append(pending)
-        if is_async and not self.blocked.is_in_section:
+        if (is_nccl or future is not None) and not self.blocked.is_in_section:
             self._backward_passes.add(position, future)
 
-    def hold(self, work: Any, position: int, tensor: Tensor | None) -> Pending:
+    def hold(
+        self, work: Any, position: int, tensor: Tensor | None, is_on_gpu: bool = False
+    ) -> Pending:
         if len(self.pending) >= MAX_PENDING:
             # The program did not wait for the oldest.
             for key in list(self.pending)[: MAX_PENDING // 2]:
                 self.pending.pop(key, None)
-        pending = Pending(work, position, _address(tensor))
+        pending = Pending(work, position, _address(tensor), is_on_gpu)
         self.pending[id(work)] = pending
         return pending
 
     def _poll(self) -> None:
+        if self._has_nccl and is_capturing():
+            return
         while self._polled and self._polled[0].work.is_completed():
             pending = self._polled.popleft()
             self.pending.pop(id(pending.work), None)
+            if pending.is_on_gpu:
+                self._has_ended_on_gpu(pending)
+            else:
+                self.has_ended(pending.position, perf_counter())
+
+    def _has_ended_on_gpu(self, pending: Pending) -> None:
+        if self.log is None:
+            return
+        work = pending.work
+        try:
+            seconds = (
+                work.seconds() if isinstance(work, GpuInterval) else work._get_duration() / 1000
+            )
+        except RuntimeError:
+            # It has no events of its own, since it is part of a larger operation.
             self.has_ended(pending.position, perf_counter())
+        else:
+            self.log.end(pending.position, self.log.arrival(pending.position) + seconds)
 
     def has_ended(self, position: int, moment: float) -> None:
         """It ended some time before `moment`."""
@@ -348,7 +417,7 @@ class CollectiveRecorder:
             if held is None:
                 return original(work, *args, **kwargs)
             began = perf_counter()
-            if work.is_completed():
+            if not held.is_on_gpu and work.is_completed():
                 ended(held.position, began)
                 return original(work, *args, **kwargs)
             before = self.blocked.enter()
@@ -358,19 +427,19 @@ class CollectiveRecorder:
                 self.failed(held.position)
                 raise
             finally:
-                self.leave(before, held.position, began)
+                self.leave(before, None if held.is_on_gpu else held.position, began)
 
         return wait
 
     def _take_by_storage(self, tensor: Tensor) -> list[Pending]:
-        if not self.pending:
+        if not self.pending or (self._has_nccl and is_capturing()):
             return []
         storage = _address(tensor)
         found = [each for each in list(self.pending.values()) if each.storage == storage]
         waiting = []
         for each in found:
             self.pending.pop(id(each.work), None)
-            if each.work.is_completed():
+            if not each.is_on_gpu and each.work.is_completed():
                 self.has_ended(each.position, perf_counter())
             else:
                 waiting.append(each)
@@ -392,6 +461,8 @@ class CollectiveRecorder:
             ranks=sorted(ranks, key=ranks.__getitem__) if ranks else list(range(group.size())),
             backend=dist.get_backend(group) if ranks else group.name(),
         )
+        known.is_nccl = _times_nccl(group)
+        self._has_nccl |= known.is_nccl
         self._groups[name] = known
         return known
 
@@ -416,6 +487,19 @@ class CollectiveRecorder:
 def _is_sampled(number: int) -> bool:
     """Whether the end of an operation is noted exactly; irregular, since buckets repeat."""
     return number < EXACT_FIRST or (number * 2654435761 >> 16) % EXACT_SHARE == 0
+
+
+def _times_nccl(group: Any) -> bool:
+    """Whether tensors on a GPU use NCCL; if so, its Works are timed from now on."""
+    try:
+        is_nccl = bool(group._get_backend(torch.device("cuda")).name() == "nccl")
+    except RuntimeError:
+        # There is no backend for GPUs.
+        return False
+    if is_nccl:
+        with suppress(RuntimeError):
+            group._enable_collectives_timing()
+    return is_nccl
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from paceline.profiler.collective_log import (
     BACKWARD,
     BUFFERS,
+    ON_GPU,
     OPERATIONS,
     RankCollectives,
     Records,
@@ -52,10 +53,11 @@ class RankCommunication:
         records = records[(records["arrival"] >= start) & (records["arrival"] <= last)]
         waited = self.waits.waited[rank]
         for account, began in ((worker, start), (worker["after_first"], first)):
+            exposed_seconds = account["phases"]["exchange"]
             _move_waits(account["phases"], waited, began, last)
-            account["hidden_exchange_seconds"] = self._overlapped(began, last)
+            account["hidden_exchange_seconds"] = self._overlapped(began, last, exposed_seconds)
         worker["traffic"] = traffic(records)
-        worker["collectives"] = collectives(records)
+        worker["collectives"] = collectives(records, worker["phases"])
         worker["last_arrivals"] = self.waits.last_arrivals[rank]
         worker["caused_wait_seconds"] = self.waits.caused_seconds[rank]
         if self.log.ddp:
@@ -64,13 +66,20 @@ class RankCommunication:
                 for model in self.log.ddp
             ]
 
-    def _overlapped(self, began: float, ended: float) -> float:
-        busy, blocked = in_progress(self.log.records), exposed(self.log.records)
+    def _overlapped(self, began: float, ended: float, exposed_seconds: float) -> float:
+        """`exposed_seconds`: what the clock measured in phase exchange."""
+        is_on_gpu = (self.log.records["flags"] & ON_GPU) != 0
+        on_host, on_gpu = self.log.records[~is_on_gpu], self.log.records[is_on_gpu]
+        busy, blocked = in_progress(on_host), exposed(on_host)
         either = union(
             np.concatenate([busy.began, blocked.began]), np.concatenate([busy.ended, blocked.ended])
         )
+        blocked_seconds = blocked.within(began, ended)
         # What is in either but not blocked.
-        return max(0.0, either.within(began, ended) - blocked.within(began, ended))
+        overlapped = max(0.0, either.within(began, ended) - blocked_seconds)
+        in_window = (on_gpu["arrival"] >= began) & (on_gpu["arrival"] <= ended)
+        gpu_seconds = durations(on_gpu[in_window])
+        return overlapped + max(0.0, gpu_seconds - max(0.0, exposed_seconds - blocked_seconds))
 
 
 def _move_waits(phases: dict[str, float], waited: Intervals, began: float, ended: float) -> None:
@@ -141,15 +150,29 @@ def traffic_kinds(records: Records) -> npt.NDArray[np.str_]:
     return kinds
 
 
-def collectives(records: Records) -> dict[str, dict[str, float]]:
-    """Number, bytes and seconds by operation; operations may be in progress at the same time."""
+def durations(records: Records) -> float:
+    """What the operations took in total, one after the other."""
+    done = records[records["end"] > 0]
+    return float((done["end"] - done["arrival"]).sum())
+
+
+def collectives(records: Records, phases: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Number, bytes and seconds by operation; operations may be in progress at the same time.
+
+    On a GPU, what is exposed is known of all operations together: each has its share.
+    """
+    is_on_gpu = (records["flags"] & ON_GPU) != 0
+    gpu_seconds = durations(records[is_on_gpu])
+    on_gpu = phases["exchange"] + phases["wait"] - exposed(records[~is_on_gpu]).seconds
+    exposed_share = min(1.0, max(0.0, on_gpu) / gpu_seconds) if gpu_seconds else 0.0
     found = {}
     for code in np.unique(records["operation"]):
-        own = records[records["operation"] == code]
+        is_own = records["operation"] == code
+        on_host, own_gpu = records[is_own & ~is_on_gpu], durations(records[is_own & is_on_gpu])
         found[OPERATIONS[code]] = {
-            "count": len(own),
-            "bytes": int(own["bytes"].sum()),
-            "seconds": in_progress(own).seconds,
-            "exposed_seconds": exposed(own).seconds,
+            "count": int(is_own.sum()),
+            "bytes": int(records[is_own]["bytes"].sum()),
+            "seconds": in_progress(on_host).seconds + own_gpu,
+            "exposed_seconds": exposed(on_host).seconds + own_gpu * exposed_share,
         }
     return found

@@ -80,6 +80,7 @@ class Hooks:
 
     def install(self, tracker: StepTracker, guard: Guard) -> None:
         self._hook_models(tracker, guard(tracker.call_model))
+        self._hook_graphs(guard(tracker.replay_graph))
         self._hook_backward(guard(tracker.begin_backward), guard(tracker.end_backward))
         self._hook_input(guard(tracker.begin_input), guard(tracker.end_input))
         self._hook_optimizers(guard(tracker.begin_update), guard(tracker.end_update))
@@ -91,6 +92,16 @@ class Hooks:
         self.replace(
             nn.Module, "__call__", lambda original: measured_call(original, tracker, call_model)
         )
+
+    def _hook_graphs(self, replay_graph: Callable[..., Any]) -> None:
+        def make(original: Any) -> Any:
+            def replay(graph: Any) -> None:
+                replay_graph()
+                original(graph)
+
+            return replay
+
+        self.replace(torch.cuda.CUDAGraph, "replay", make)
 
     def _hook_backward(self, begin: Callable[..., Any], end: Callable[..., Any]) -> None:
         def make(original: Any) -> Any:

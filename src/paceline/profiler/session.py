@@ -17,6 +17,7 @@ import torch.distributed
 
 from paceline.errors import error_line
 from paceline.profiler import WARNINGS_FILE
+from paceline.profiler.device_copies import DeviceCopies
 from paceline.profiler.hooks import Hooks
 from paceline.profiler.overhead import measure_hook_costs
 from paceline.profiler.process_facts import ProcessFacts
@@ -44,7 +45,7 @@ class Session:
         self.log = RankLog(
             RunFolder(folder), measure_hook_costs(self.guard), window or StepWindow()
         )
-        self.tracker = StepTracker(self._end_step)
+        self.tracker = StepTracker(self._end_step, self._count_copies)
         self._trace: TraceLog | None = None
         if has_trace:
             self._trace = TraceLog(self.tracker, self.log.window.first)
@@ -53,6 +54,7 @@ class Session:
         self.log.sources.append(self._hooks.hook_imported)
         self._facts: ProcessFacts | None = None
         self._calls = ScriptCalls(self.tracker)
+        self._copies = DeviceCopies(self.tracker)
         self.log.sources.append(self._use)
         self._collectives: CollectiveRecorder | None = None
 
@@ -77,6 +79,9 @@ class Session:
             self._collectives = CollectiveRecorder(self.tracker, self.folder, self.guard)
             self._collectives.install()
 
+    def _count_copies(self) -> None:
+        self._copies.install(self._hooks, self.guard)
+
     def _end_step(self) -> None:
         if self._trace is not None:
             self._trace.step()
@@ -88,7 +93,10 @@ class Session:
                 self._facts.stop()
 
     def _use(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        yield "facts", {"steps": self.tracker.steps, **process_use(), **self._calls.due_records()}
+        calls = self._calls.due_records()
+        if calls:
+            calls |= self._copies.records()
+        yield "facts", {"steps": self.tracker.steps, **process_use(), **calls}
 
     def guard(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that never raises: an exception ends the session."""

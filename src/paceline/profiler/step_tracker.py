@@ -13,8 +13,8 @@ The phase of the training thread changes at these calls:
 Some phases are known only when the next one begins: `_relabel` changes the one that ends.
 
 A step ends with an optimizer's step. If a script has several optimizers, such as a GAN, it ends
-with the one that steps last in an iteration. The time until the next step belongs to that step,
-except for evaluation and checkpoints between the two.
+with the one that steps last in an iteration, or with the request for the next batch. The time until
+the next step belongs to that step, except for evaluation and checkpoints between the two.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.measure.phase_clock import PhaseClock, clock_for
+from paceline.measure.phase_clock import CudaPhaseClock, PhaseClock, clock_for
 
 SEQUENCES = (list, tuple)
 NOT_INTERRUPTED = frozenset(("input", "backward", "checkpoint"))
@@ -42,7 +42,10 @@ def nothing() -> Any:
 class StepTracker:
     """Follows one thread: the one that takes optimizer steps."""
 
-    def __init__(self, on_step: Callable[[], None]) -> None:
+    def __init__(
+        self, on_step: Callable[[], None], on_gpu: Callable[[], None] = lambda: None
+    ) -> None:
+        """`on_gpu` is called when the optimizer is found to be on a GPU."""
         self.clock = PhaseClock()
         self.thread = get_ident()
         self.steps = 0
@@ -62,7 +65,7 @@ class StepTracker:
         self.loss: Tensor | None = None
         """Of the last backward pass."""
         self._unscaled_loss: Tensor | None = None
-        self._on_step = on_step
+        self._on_step, self._on_gpu = on_step, on_gpu
         self._is_on_gpu = False
         self._modules: dict[int, int] = {}
         """Number of modules by the id of a model."""
@@ -129,6 +132,9 @@ class StepTracker:
             self._relabel("evaluate")
             self._is_interrupted, self._computes = True, False
         self._maybe_evaluation = False
+        if self._others and self._iterator() is iterator:
+            # The iteration is over without a step of the optimizer that usually ends it.
+            self.end_step()
         if not torch.is_grad_enabled() or self._evaluation_iterator() is iterator:
             self._maybe_teacher = nothing
             self._enter_evaluation()
@@ -242,7 +248,7 @@ class StepTracker:
         if not self.steps:
             self.thread = get_ident()
             self._use_device_of(optimizer)
-        elif not self.is_in_thread():
+        if not self.is_in_thread():
             self._stepping.clear()
             return
         phase = self.clock.phase
@@ -258,11 +264,14 @@ class StepTracker:
 
     def _use_device_of(self, optimizer: Optimizer) -> None:
         device = self._device_of(optimizer)
-        if device.type == "cuda":
-            self._is_on_gpu = True
+        if device.type != "cuda" or isinstance(self.clock, CudaPhaseClock):
+            return
+        self._is_on_gpu = True
+        if not torch.cuda.is_current_stream_capturing():
             self.clock = clock_for(device, self.clock)
             # Of the first step, it measures only the rest.
             self.clock.begin_step("other")
+            self._on_gpu()
 
     @staticmethod
     def _device_of(optimizer: Optimizer) -> torch.device:
@@ -307,6 +316,9 @@ class StepTracker:
         if self._is_interrupted:
             self._enter_after_interruption("other")
         self.clock.next_step(phase)
+        if self._is_on_gpu:
+            # Steps before a capture are often executed on another stream than later ones.
+            self.clock.use_current_stream()
         self._computes = self._is_interrupted = self._is_after_backward = False
         self._others.clear()
         self.parts_of_first += not self.steps
@@ -322,6 +334,18 @@ class StepTracker:
             self.steps = 0
         self._is_manual = True
         self.end_step()
+
+    def replay_graph(self) -> None:
+        """A CUDA graph is launched; which phases it contains is not known."""
+        if self.clock.phase != "other" or not self.is_in_thread():
+            return
+        if self._is_interrupted:
+            self._enter_after_interruption("forward")
+        else:
+            self.clock.enter("forward")
+        self._computes, self._has_batch = True, False
+        self.samples += self._samples_ahead
+        self._samples_ahead = 0
 
     def begin_checkpoint(self) -> str | None:
         """Returns the phase after it; None if it is part of another one."""

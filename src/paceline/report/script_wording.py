@@ -15,6 +15,7 @@ SUBJECTS: dict[type, str] = {
     found.NoLoaderWorkers: "DataLoader without workers",
     found.SlowInput: "Slow input",
     found.BlockingCall: "Blocking call",
+    found.BlockingCopy: "Blocking copy",
     found.TooManyThreads: "Too many threads",
     found.SmallBuckets: "Small buckets",
     found.NeedlessSearch: "find_unused_parameters",
@@ -62,6 +63,13 @@ def sentence(one: ScriptFinding) -> str:
             )
         case found.BlockingCall():
             return _blocking(one, share)
+        case found.BlockingCopy():
+            source = "from pageable memory" if one.is_pageable else "without non_blocking=True"
+            return (
+                f"copies to the GPU {source} block every step for"
+                f" {formatting.seconds(one.seconds)}, {share} of the step time, for"
+                f" {formatting.size(one.bytes)}{_at(one.line)}."
+            )
         case found.TooManyThreads():
             return (
                 f"{one.ranks} ranks with {one.threads} threads each{_on(one.host)} share"
@@ -157,6 +165,13 @@ def remedy(one: ScriptFinding) -> str:
                 "Read values back every 50 steps: add them up in a tensor with"
                 f" `detach()` until then{_in(one.line)}."
             )
+        case found.BlockingCopy(is_pageable=True):
+            return (
+                "Set pin_memory=True of the DataLoader and copy with non_blocking=True: the copy"
+                f" then runs while the program goes on{_in(one.line)}."
+            )
+        case found.BlockingCopy():
+            return f"Copy with non_blocking=True: the batch is in pinned memory{_in(one.line)}."
         case found.TooManyThreads():
             return _fewer_threads(one)
         case found.SmallBuckets(is_ddp=True):
