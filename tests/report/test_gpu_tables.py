@@ -18,12 +18,16 @@ GPU = {
 }
 
 
-def page_of(tmp_path: Path, gpu: dict[str, Any] | None, kernel_time: Any) -> str:
+def page_of(
+    tmp_path: Path, gpu: dict[str, Any] | None, kernel_time: Any, copies: Any = None
+) -> str:
     path = write_run(tmp_path, FakeRun("run"))
     file = path / "result.json"
     result = json.loads(file.read_text())
     result["nodes"][0]["gpus"] = [gpu] if gpu else []
     result["workers"][0]["kernel_time"] = kernel_time
+    result["workers"][0]["host_to_device"] = copies
+    result["iterations"] = 100
     file.write_text(json.dumps(result))
     return write_report(path).page.with_suffix(".md").read_text()
 
@@ -62,3 +66,21 @@ def test_without_or_with_damaged_kernel_time_there_is_no_table(tmp_path: Path) -
     for number, kernel_time in enumerate(damaged):
         page = page_of(tmp_path / str(number), None, kernel_time)
         assert "traced iterations" not in page
+
+
+def test_copies_to_the_gpu_are_shown_per_iteration(tmp_path: Path) -> None:
+    copies = {"count": 200, "bytes": 100 << 20, "pageable_bytes": 50 << 20, "seconds": 0.1,
+              "gpu_seconds": 0.05}  # fmt: skip
+    row = cells(page_of(tmp_path, GPU, None, copies), "configuration, copies to the GPU")
+    assert (row["per iteration"], row["bytes"]) == ("2.0", "1.0 MB")
+    assert (row["from pageable memory"], row["program"], row["GPU"]) == (
+        "50.0%",
+        "1.00 ms",
+        "500 us",
+    )
+
+
+def test_without_or_with_damaged_copies_there_is_no_table(tmp_path: Path) -> None:
+    for number, copies in enumerate(({}, {"count": 1, "bytes": 0}, "1", None)):
+        page = page_of(tmp_path / str(number), None, None, copies)
+        assert "copies to the GPU" not in page

@@ -138,6 +138,27 @@ def kernel_time(group: RunGroup) -> KernelTime | None:
     )
 
 
+COPY_KEYS = ("count", "bytes", "pageable_bytes", "seconds", "gpu_seconds")
+
+
+def host_copies(group: RunGroup) -> list[dict[str, Any]]:
+    """Copies to GPUs of each worker of the finished runs, per iteration, with the pageable share.
+
+    Empty if the runs recorded none.
+    """
+    found = []
+    for run in group.finished:
+        for worker in run.workers:
+            copies, iterations = worker.get("host_to_device"), run.iterations
+            if not isinstance(copies, dict) or not iterations:
+                continue
+            if all(is_number(copies.get(key)) for key in COPY_KEYS) and copies["bytes"] > 0:
+                per_iteration = {key: copies[key] / iterations for key in COPY_KEYS}
+                pageable_share = copies["pageable_bytes"] / copies["bytes"]
+                found.append({**per_iteration, "pageable_share": pageable_share})
+    return found
+
+
 def record_values(records: Sequence[dict[str, Any]], key: str) -> list[float]:
     return known(record[key] if is_number(record.get(key)) else None for record in records)
 

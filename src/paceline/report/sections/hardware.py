@@ -21,6 +21,7 @@ from paceline.analysis.resources import (
     NodeCurves,
     first_node_ratios,
     gpus_by_name,
+    host_copies,
     kernel_time,
     node_curves,
     nodes_by_number,
@@ -341,4 +342,22 @@ def _gpu_tables(groups: Sequence[RunGroup]) -> Iterator[Block]:
             "Kernel time (CUPTI): time in which a kernel of the worker ran during the iterations of"
             " --trace, mean over workers and runs. Recording slows launches, so the share is a"
             " lower bound of that in other iterations."
+        )
+    rows = [
+        LabeledRecords(group.label, copies) for group in groups if (copies := host_copies(group))
+    ]
+    if rows:
+        yield table(
+            rows,
+            Column("configuration, copies to the GPU", lambda row: row.label),
+            _record_column("per iteration", "count", lambda value: f"{value:.1f}"),
+            _record_column("bytes", "bytes", formatting.size),
+            _record_column("from pageable memory", "pageable_share", formatting.share),
+            _record_column("program", "seconds", formatting.seconds),
+            _record_column("GPU", "gpu_seconds", formatting.seconds),
+        )
+        yield note(
+            "Copies from the host to the GPU per iteration, mean over workers and runs. Program:"
+            " what the calls took; a copy from pageable memory, or one without non_blocking=True,"
+            " waits for all work of the GPU before it."
         )
