@@ -76,6 +76,11 @@ def test_an_unchanged_script_gets_the_records_of_a_run(
     assert sum(worker["phases"].values()) == pytest.approx(worker["wall_seconds"], rel=0.01)
     assert all(worker["phases"][name] > 0 for name in ("input", "forward", "backward", "update"))
     assert set(worker["phases"]) == set(PHASES)
+    # Building the model precedes the first step.
+    startup = worker["startup_seconds"]
+    assert startup["imports"] > 0
+    assert 0 < startup["preparation"] <= worker["phases"]["other"]
+    assert "start-up" in printed.err
     assert worker["after_first"]["iterations"] == 199
     assert values["nodes"][0]["samples"] >= 2
     collection = collect(tmp_path / "run")

@@ -18,11 +18,20 @@ import numpy as np
 import pytest
 
 from paceline.analysis.collection import collect
-from paceline.profiler.collective_log import OPERATIONS, RECORD, GroupInfo, RankCollectives
+from paceline.analysis.events import IN_ITERATION
+from paceline.profiler.collective_log import (
+    ASYNC,
+    BACKWARD,
+    OPERATIONS,
+    RECORD,
+    GroupInfo,
+    RankCollectives,
+)
+from paceline.profiler.end_of_rank import add_last_interval, find_last_wait
 from paceline.profiler.post_mortem import find_mismatches, find_pending, last_progress
 from paceline.profiler.process_facts import Frame, parse_stacks
 from paceline.profiler.watchdog import Watchdog, _End
-from paceline.records import EventWriter, RunFolder
+from paceline.records import PHASES, EventWriter, RunFolder
 from paceline.report.build import build_report
 from paceline.report.post_mortem_text import headline, lines
 
@@ -88,6 +97,44 @@ def test_different_calls_of_one_number_are_named() -> None:
         "broadcast",
         "all_reduce",
     ]
+
+
+def account(**phases: float) -> dict[str, Any]:
+    spent = {**dict.fromkeys(PHASES, 0.0), **phases}
+    return {
+        "phases": dict(spent),
+        "after_first": {"phases": {name: spent[name] for name in IN_ITERATION}},
+        "wall_seconds": sum(spent.values()),
+    }
+
+
+def test_a_killed_rank_waited_from_its_last_collective_to_its_end() -> None:
+    done, open_ = (0, "all_reduce", 40, 1.5), (0, "all_reduce", 80, 0.0)
+    logs = {0: log(0, [done, open_]), 1: log(1, [done]), 2: log(2, [done])}
+    assert find_last_wait(logs, 1) is None
+    wait = find_last_wait(logs, 0)
+    assert wait is not None
+    worker = account(forward=1.0, backward=0.5)
+    add_last_interval(worker, recorded_until=1.5, ended=9.0, wait=wait, waited=None)
+    # It called the last collective at 2.0.
+    assert worker["phases"]["wait"] == pytest.approx(7.0)
+    assert worker["phases"]["other"] == pytest.approx(0.5)
+    assert worker["unrecorded_seconds"] == pytest.approx(7.5)
+    assert worker["wall_seconds"] == pytest.approx(9.0)
+    assert worker["after_first"]["phases"]["wait"] == 0
+
+
+def test_a_backward_pass_that_fails_was_a_wait_for_the_missing_rank() -> None:
+    failed = (0, "all_reduce", 80, 8.0)
+    logs = {0: log(0, [failed]), 1: log(1, []), 2: log(2, [failed])}
+    logs[0].records["flags"] = BACKWARD | ASYNC
+    wait = find_last_wait(logs, 0)
+    worker = account(forward=1.0, backward=7.5)
+    add_last_interval(worker, recorded_until=8.5, ended=8.5, wait=wait, waited=None)
+    assert worker["phases"]["wait"] == pytest.approx(7.0)
+    assert worker["phases"]["backward"] == pytest.approx(0.5)
+    assert worker["after_first"]["phases"]["backward"] == pytest.approx(0.5)
+    assert worker["wall_seconds"] == pytest.approx(8.5)
 
 
 def test_stacks_are_read_by_thread_and_the_script_is_told_from_libraries() -> None:
@@ -269,6 +316,14 @@ def test_a_stalled_rank_is_named_with_its_line(tmp_path: Path) -> None:
     assert not list((tmp_path / "run").glob("stacks-*"))
     document, _ = build_report(collect(tmp_path / "run"))
     assert document.chapters[0].sections[0].title == "Why training stopped"
+    assert any(section.name == "phases" for section in document.chapters[0].sections)
+    # Nobody recorded the hang, but it is in the account: rank 0 waits, and rank 1 does not train.
+    for worker, phase in zip(result["workers"], ("wait", "other"), strict=True):
+        assert worker["unrecorded_seconds"] >= report["seconds"] - 1
+        assert worker["phases"][phase] >= report["seconds"] - 1
+        assert sum(worker["phases"].values()) == pytest.approx(worker["wall_seconds"])
+        # It is not part of a step.
+        assert worker["after_first"]["phases"]["wait"] < 4
 
 
 def test_different_collectives_are_named_while_ranks_wait(tmp_path: Path) -> None:

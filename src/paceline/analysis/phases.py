@@ -23,13 +23,17 @@ from paceline.analysis.run import Run
 from paceline.analysis.run_group import RunGroup, scales_to_samples
 from paceline.analysis.step_times import RankStepTimes
 from paceline.analysis.validation import is_number
-from paceline.measure.startup import STARTUP_PARTS
+from paceline.measure.startup import BEFORE_CLOCK, SCRIPT_PARTS, STARTUP_PARTS
 from paceline.records import BETWEEN_ITERATIONS, PHASES
 
 COMPUTE_PHASES = ("input", "forward", "backward", "update")
 MAX_OUTSIDE_SHARE = 0.002
 """Time outside iterations is subtracted if it exceeds this share of their time."""
-OUTSIDE = BETWEEN_ITERATIONS
+STARTUP = "start-up"
+"""What precedes the first iteration: the records count it as `other`."""
+OUTSIDE = ("evaluate", "checkpoint", STARTUP, "other")
+WALL_PHASES = (*(phase for phase in PHASES if phase not in BETWEEN_ITERATIONS), *OUTSIDE)
+"""All phases of a run, with the start-up."""
 BOTTLENECK_SHARE = 0.5
 """A phase with at least this share of an iteration is its bottleneck."""
 MINOR_SHARE = 0.25
@@ -91,8 +95,13 @@ class Explanation:
 
 
 def worker_breakdown(worker: dict[str, Any]) -> PhaseBreakdown:
-    """The wall time of a worker."""
-    return PhaseBreakdown({phase: float(worker["phases"][phase]) for phase in PHASES})
+    """The wall time of a worker, in WALL_PHASES."""
+    spent = {STARTUP: 0.0, **{phase: float(worker["phases"][phase]) for phase in PHASES}}
+    parts = _startup_of(worker) or {}
+    startup = math.fsum(parts[part] for part in parts if part not in BEFORE_CLOCK)
+    spent[STARTUP] = min(startup, spent["other"])
+    spent["other"] -= spent[STARTUP]
+    return PhaseBreakdown({phase: spent[phase] for phase in WALL_PHASES})
 
 
 def run_iteration_breakdown(run: Run) -> PhaseBreakdown | None:
@@ -127,7 +136,7 @@ def rank_splits(run: Run) -> dict[int, RankSplit]:
 
 def has_first(group: RunGroup) -> bool:
     """Whether phases of a finished run include its first iteration."""
-    return any(one.has_first for run in group.finished for one in rank_splits(run).values())
+    return any(one.has_first for run in group.measured for one in rank_splits(run).values())
 
 
 def _rank_split(run: Run, worker: dict[str, Any], timing: RankStepTimes | None) -> RankSplit | None:
@@ -199,8 +208,8 @@ def run_overlapped_seconds(run: Run) -> float | None:
 
 
 def overlapped_seconds(group: RunGroup) -> float | None:
-    """Mean over the finished runs; None if one of them did not measure it."""
-    values = [run_overlapped_seconds(run) for run in group.finished]
+    """Mean over the measured runs; None if one of them did not measure it."""
+    values = [run_overlapped_seconds(run) for run in group.measured]
     known = [value for value in values if value is not None]
     return math.fsum(known) / len(known) if known and len(known) == len(values) else None
 
@@ -241,16 +250,16 @@ def _rank_overlapped_seconds(
 
 
 def iteration_breakdown(group: RunGroup) -> PhaseBreakdown | None:
-    """One iteration, mean over the finished runs."""
+    """One iteration, mean over the measured runs."""
     splits = [
-        split for run in group.finished if (split := run_iteration_breakdown(run)) is not None
+        split for run in group.measured if (split := run_iteration_breakdown(run)) is not None
     ]
     return mean_split(splits) if splits else None
 
 
 def run_breakdown(group: RunGroup) -> PhaseBreakdown | None:
-    """The wall time of a worker, mean over workers and finished runs."""
-    splits = [worker_breakdown(worker) for run in group.finished for worker in run.workers]
+    """The wall time of a worker, mean over workers and measured runs."""
+    splits = [worker_breakdown(worker) for run in group.measured for worker in run.workers]
     return mean_split(splits) if splits else None
 
 
@@ -476,9 +485,9 @@ def _in_epoch(run: Run, spent: Sequence[float]) -> float | None:
 
 
 def rank_breakdowns(group: RunGroup) -> dict[int, PhaseBreakdown]:
-    """One iteration of each rank, mean over the finished runs."""
+    """One iteration of each rank, mean over the measured runs."""
     each: dict[int, list[PhaseBreakdown]] = {}
-    for run in group.finished:
+    for run in group.measured:
         for rank, split in breakdown_by_rank(run).items():
             each.setdefault(rank, []).append(split)
     return {rank: mean_split(splits) for rank, splits in sorted(each.items())}
@@ -488,15 +497,22 @@ _LATER_PARTS = {"launch": 0.0, "device": 0.0, "precision": 0.0}
 """Parts of the startup that older records do not have."""
 
 
+def _startup_of(worker: dict[str, Any]) -> dict[str, float] | None:
+    """The parts of a worker's startup; None if they were not recorded."""
+    recorded = worker.get("startup_seconds")
+    if not isinstance(recorded, dict):
+        return None
+    for parts, later in ((SCRIPT_PARTS, {}), (STARTUP_PARTS, _LATER_PARTS)):
+        known = {**later, **recorded}
+        if all(is_number(known.get(part)) for part in parts):
+            return {part: float(known[part]) for part in parts}
+    return None
+
+
 def startup_seconds(group: RunGroup) -> dict[str, float] | None:
     """By part, the mean over the workers of all finished runs; None if older records lack it."""
-    found = [
-        parts
-        for run in group.finished
-        for worker in run.workers
-        if isinstance(recorded := worker.get("startup_seconds"), dict)
-        and all(is_number((parts := {**_LATER_PARTS, **recorded}).get(p)) for p in STARTUP_PARTS)
-    ]
+    workers = (worker for run in group.measured for worker in run.workers)
+    found = [parts for worker in workers if (parts := _startup_of(worker)) is not None]
     if not found:
         return None
-    return {part: fmean(parts[part] for parts in found) for part in STARTUP_PARTS}
+    return {part: fmean(parts[part] for parts in found) for part in found[0]}

@@ -45,6 +45,13 @@ class RunGroup:
         return [run for run in self.runs if run.is_finished]
 
     @property
+    def measured(self) -> list[Run]:
+        """Runs with phases: the finished ones; if there are none, profiles that did not finish."""
+        return self.finished or [
+            run for run in self.runs if run.settings.kind == "profile" and run.workers
+        ]
+
+    @property
     def shown(self) -> list[Run]:
         """The finished runs; if there are none, the others."""
         return self.finished or self.runs

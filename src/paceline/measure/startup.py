@@ -13,6 +13,10 @@ from time import perf_counter
 from paceline.measure.procfs import process_age_seconds
 
 STARTUP_PARTS = ("imports", "launch", "rendezvous", "device", "data", "precision", "model")
+SCRIPT_PARTS = ("imports", "preparation")
+"""Of a profiled script: until torch is imported, and what it does from then to its first step."""
+BEFORE_CLOCK = ("imports", "launch")
+"""Parts that are not in the wall time."""
 NEGLIGIBLE_SECONDS = 0.0005
 """Parts that take less are not shown."""
 

@@ -18,6 +18,7 @@ Modules in reading order:
 - `watchdog`: notices ranks that end or make no progress
 - `post_mortem`: what each rank does then
 - `trace`: the timelines of `--trace`
+- `end_of_rank`: what a rank did after its last record
 - `collection`: result.json from the event files of all ranks
 """
 

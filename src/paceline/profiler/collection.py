@@ -17,6 +17,7 @@ from paceline.measure.machine import cores_usable, hardware, software
 from paceline.measure.resources import summarize
 from paceline.profiler import POST_MORTEM_FILE, WARNINGS_FILE
 from paceline.profiler.communication import Communication, read_communication
+from paceline.profiler.end_of_rank import add_last_interval, find_last_wait
 from paceline.profiler.trace import write_traces
 from paceline.records import (
     BETWEEN_ITERATIONS,
@@ -70,6 +71,13 @@ class RankRecord:
         return float(sum(self.last["phases"].values()))
 
     @property
+    def has_finished(self) -> bool:
+        """Whether it recorded all that was to be measured."""
+        return any(
+            event["event"] == "end" and event["status"] == "finished" for event in self.events
+        )
+
+    @property
     def moments(self) -> dict[str, float]:
         """Start of the measurement, and ends of the first and the last step, by its clock."""
         started = float(self.start["clock_started"])
@@ -98,6 +106,7 @@ class RankRecord:
             "wall_seconds": self.wall_seconds,
             "iteration_seconds": summarize_iterations(seconds),
             "phases": phases,
+            "startup_seconds": self._startup_seconds(),
             "hidden_exchange_seconds": hidden,
             "after_first": {
                 "iterations": len(seconds) - 1,
@@ -113,6 +122,16 @@ class RankRecord:
                 for kind in TRAFFIC_KINDS
             },
             **({"host_to_device": copies} if copies else {}),
+        }
+
+    def _startup_seconds(self) -> dict[str, float]:
+        """The part of `other` before the first step, and what precedes the clock."""
+        before = self.blocks[0]["after_first"]
+        outside = sum(before.values()) - self.step_seconds[0]
+        preparation = outside - before["evaluate"] - before["checkpoint"]
+        return {
+            "imports": float(self.start.get("imports_seconds", 0.0)),
+            "preparation": max(0.0, min(preparation, before["other"])),
         }
 
 
@@ -142,11 +161,16 @@ def write_result(
     cause: str | None,
     warnings: Iterable[str] = (),
     post_mortem: Sequence[Mapping[str, Any]] = (),
+    ends: Mapping[int, float] | None = None,
 ) -> Result:
-    """Write result.json and return its contents."""
+    """Write result.json and return its contents.
+
+    `ends`: when processes ended, as time of day, by process id.
+    """
     ranks = read_ranks(folder)
     communication = read_communication(folder)
-    result = assemble(folder, settings, ranks, communication, status, cause)
+    workers = make_workers(ranks, communication, ends or {})
+    result = assemble(folder, settings, ranks, workers, status, cause)
     result["warnings"] = [
         *warnings,
         *_warnings(folder, ranks),
@@ -165,11 +189,31 @@ def write_result(
     return result
 
 
+def make_workers(
+    ranks: Sequence[RankRecord], communication: Communication, ends: Mapping[int, float]
+) -> list[dict[str, Any]]:
+    """`workers` of result.json."""
+    workers = []
+    for rank in ranks:
+        worker, moments = rank.account(), rank.moments
+        own = communication.ranks.get(rank.rank)
+        if own is not None:
+            own.account(worker, moments)
+        if not rank.has_finished:
+            # Of a rank on another machine, the end is not known.
+            ended = ends.get(rank.start["process"], 0.0) - rank.start["perf_counter_offset"]
+            wait = find_last_wait(communication.logs, rank.rank)
+            waited = own.waits.waited[rank.rank] if own is not None else None
+            add_last_interval(worker, moments["last"], max(moments["last"], ended), wait, waited)
+        workers.append(worker)
+    return workers
+
+
 def assemble(
     folder: RunFolder,
     settings: RunSettings,
     ranks: Sequence[RankRecord],
-    communication: Communication,
+    workers: list[dict[str, Any]],
     status: str,
     cause: str | None,
 ) -> Result:
@@ -177,10 +221,6 @@ def assemble(
     world_size = first.start["workers"] if first else 0
     nodes = [summarize(folder.resources_file(0), 0, _training_interval(first))]
     settings = RunSettings("profile", {**settings.values, "world_size": max(1, world_size)})
-    workers = [rank.account() for rank in ranks]
-    for rank, worker in zip(ranks, workers, strict=True):
-        if rank.rank in communication.ranks:
-            communication.ranks[rank.rank].account(worker, rank.moments)
     return {
         "schema": SCHEMA,
         "id": folder.id,

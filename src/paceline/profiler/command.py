@@ -67,7 +67,7 @@ def profile(
         warnings = [warning] if warning else []
         exit_code = exit_code if exit_code >= 0 else 128 - exit_code
         try:
-            result = write_result(folder, settings, status, cause, warnings, reports)
+            result = write_result(folder, settings, status, cause, warnings, reports, watchdog.ends)
         except (RunError, OSError) as error:
             failure = RunError(f"the records are incomplete: {error}")
             failure.exit_code = exit_code

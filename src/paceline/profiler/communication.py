@@ -93,6 +93,10 @@ class Communication:
     ranks: dict[int, RankCommunication]
     mismatches: list[Mismatch]
 
+    @property
+    def logs(self) -> dict[int, RankCollectives]:
+        return {rank: one.log for rank, one in self.ranks.items()}
+
     def warnings(self, world_size: int) -> list[str]:
         """What was not seen, or what ranks disagreed on."""
         texts = []

@@ -117,20 +117,18 @@ def find_pending(logs: Mapping[int, RankCollectives], now: float) -> dict[int, P
                 sequence,
                 int(record["bytes"]),
                 max(0.0, now - (float(record["arrival"]) + log.wall_offset)),
-                _missing(logs, group, operation, sequence, int(record["peer"])),
+                missing_ranks(logs, log, record),
             )
             break
     return found
 
 
-def _missing(
-    logs: Mapping[int, RankCollectives],
-    group: GroupInfo,
-    operation: str,
-    sequence: int,
-    peer: int,
+def missing_ranks(
+    logs: Mapping[int, RankCollectives], log: RankCollectives, record: Any
 ) -> tuple[int, ...]:
-    if operation in MESSAGES:
+    """The ranks that have not called a collective which is recorded in `log`."""
+    group, sequence, peer = log.groups[record["group"]], int(record["sequence"]), record["peer"]
+    if OPERATIONS[record["operation"]] in MESSAGES:
         # Whether the other rank has called its part does not follow from sequence numbers alone.
         return (group.ranks[peer],) if 0 <= peer < len(group.ranks) else ()
     return tuple(rank for rank in group.ranks if _called(logs.get(rank), group) <= sequence)

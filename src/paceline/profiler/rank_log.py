@@ -24,6 +24,8 @@ from paceline.comm.rank_info import SINGLE_PROCESS, RankInfo
 from paceline.errors import RunError, UsageError, error_line
 from paceline.launch import environment
 from paceline.measure.loss_block import LossBlock
+from paceline.measure.procfs import process_age_seconds
+from paceline.profiler import FOLDER_VARIABLE
 from paceline.profiler.overhead import HookCosts
 from paceline.profiler.step_tracker import StepTracker
 from paceline.profiler.step_window import StepWindow
@@ -167,6 +169,12 @@ class RankLog:
         first = sum(tracker.clock.take_step_seconds(tracker.parts_of_first))
         return [first, *tracker.clock.take_step_seconds(steps - 1)]
 
+    def _import_seconds(self, tracker: StepTracker) -> float:
+        """The age of the process when torch was imported; 0 if that was before the profile."""
+        if self.window.first or FOLDER_VARIABLE not in os.environ:
+            return 0.0
+        return max(0.0, process_age_seconds() - (perf_counter() - tracker.clock.started))
+
     def _open(self, tracker: StepTracker) -> EventWriter:
         """Open the file; RunError if another process writes it."""
         rank = find_rank()
@@ -189,6 +197,7 @@ class RankLog:
             host=socket.gethostname(),
             perf_counter_offset=time.time() - perf_counter(),
             clock_started=tracker.clock.started + sum(self._before.phases.values()),
+            imports_seconds=self._import_seconds(tracker),
         )
         return events
 

@@ -78,6 +78,11 @@ class Watchdog:
             os.close(descriptor)
         return self.reports
 
+    @property
+    def ends(self) -> dict[int, float]:
+        """When processes ended, as time of day, by process id."""
+        return {process: end.time for process, end in self._ended.items()}
+
     def before_stop(self) -> None:
         """Examine the ranks before a signal ends them, if they have made no progress for long."""
         with self._lock:

@@ -10,7 +10,7 @@ from pathlib import Path
 from paceline import formatting
 from paceline.analysis import comparison
 from paceline.analysis.comparison import Comparison, FigureTable, StudyPair, mean, significance
-from paceline.analysis.phases import run_breakdown
+from paceline.analysis.phases import WALL_PHASES, run_breakdown
 from paceline.analysis.run import Run
 from paceline.analysis.run_group import (
     RunGroup,
@@ -22,7 +22,7 @@ from paceline.analysis.run_group import (
 from paceline.analysis.step_cost import worker_memory
 from paceline.analysis.verdict import make_verdict
 from paceline.errors import RecordsError
-from paceline.records import PHASES, format_name
+from paceline.records import format_name
 from paceline.report import wording
 from paceline.report.charts.svg import standalone
 from paceline.report.document import (
@@ -108,7 +108,7 @@ def result_rows(groups: Sequence[RunGroup]) -> list[Row]:
             }
     rows = [Row(name, [text(group) for group in groups]) for name, text in figures.items()]
     splits = [run_breakdown(group) for group in groups]
-    for phase in PHASES:
+    for phase in WALL_PHASES:
         shares = [split.share(phase) if split else None for split in splits]
         if any(share and share >= 0.0005 for share in shares):
             rows.append(Row(f"phase {phase}", [formatting.share(share) for share in shares]))

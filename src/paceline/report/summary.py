@@ -12,6 +12,7 @@ from rich.table import Table
 
 from paceline import formatting
 from paceline.analysis.contention import MIN_CONTENTION_SHARE, other_processes_share
+from paceline.analysis.phases import worker_breakdown
 from paceline.analysis.run import Run
 from paceline.analysis.script_findings import find_in_script
 from paceline.measure.startup import NEGLIGIBLE_SECONDS
@@ -52,19 +53,20 @@ def phase_table(result: Result) -> Table:
     Of the first worker in seconds, with a bar; of a few more beside it, as shares.
     """
     first, *others = result["workers"][:WORKERS_SHOWN]
-    wall = first["wall_seconds"]
+    splits = [worker_breakdown(worker) for worker in (first, *others)]
     table = Table(box=None, pad_edge=False)
     table.add_column("phase")
     for heading in ("seconds", *(f"rank {worker['rank']}" for worker in (first, *others))):
         table.add_column(heading, justify="right")
     table.add_column()
-    for phase, spent in first["phases"].items():
-        shares = [worker["phases"][phase] / worker["wall_seconds"] for worker in (first, *others)]
+    for phase, spent in splits[0].seconds.items():
+        shares = [split.share(phase) for split in splits]
         if any(share >= 0.0005 for share in shares):
             bar = "█" * round(BAR_WIDTH * shares[0])
             table.add_row(phase, f"{spent:.2f}", *map(formatting.share, shares), bar)
-    total = sum(first["phases"].values())
-    table.add_row("all", f"{total:.2f}", *[formatting.share(total / wall)], *([""] * len(others)))
+    total = splits[0].total
+    whole = formatting.share(total / first["wall_seconds"])
+    table.add_row("all", f"{total:.2f}", whole, *([""] * len(others)))
     return table
 
 

@@ -60,8 +60,8 @@ class BarChart:
 KIND_COLORS = {
     "input": "#8fbdf0", "forward": "#3f86c6", "backward": "#0b4378", "update": "#2f9f72",
     "exchange": "#c8501e", "wait": "#f0b73f", "evaluate": "#b5aca4", "checkpoint": "#77706a",
-    "other": "#dedad6", "gradients": "#e08a5e", "parameters": "#0b62a4", "buffers": "#14a298",
-    "metrics": "#bd9616", "control": "#77706a",
+    "start-up": "#c9b8d8", "other": "#dedad6", "gradients": "#e08a5e", "parameters": "#0b62a4",
+    "buffers": "#14a298", "metrics": "#bd9616", "control": "#77706a",
 }  # fmt: skip
 """Compute is blue and green, communication warm, phases between iterations gray."""
 

@@ -44,6 +44,10 @@ class SectionContext:
         return [group for group in self.groups if group.finished]
 
     @property
+    def measured(self) -> list[RunGroup]:
+        return [group for group in self.groups if group.measured]
+
+    @property
     def has_accuracy(self) -> bool:
         runs = (run for group in self.groups for run in group.shown)
         return any(run.final("test_accuracy") is not None for run in runs)

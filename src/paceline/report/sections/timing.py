@@ -33,7 +33,7 @@ from paceline.analysis.ranks import (
 from paceline.analysis.repeats import outlier_limit, step_time_curve, summarize_step_times
 from paceline.analysis.run_group import RunGroup, scales_to_samples
 from paceline.analysis.trace import TracedStep, TraceSpan, traced_steps
-from paceline.measure.startup import NEGLIGIBLE_SECONDS, STARTUP_PARTS
+from paceline.measure.startup import NEGLIGIBLE_SECONDS
 from paceline.report.charts.bars import Bar, BarChart, Part, draw_bars
 from paceline.report.charts.lines import LineChart
 from paceline.report.charts.timeline import Lane, Span, Step, draw_timeline
@@ -141,7 +141,7 @@ class GroupPhases(NamedTuple):
 def phases(context: SectionContext) -> Iterator[Block]:
     splits = [
         GroupPhases(group, split)
-        for group in context.finished
+        for group in context.measured
         if (split := iteration_breakdown(group)) is not None
     ]
     if not splits:
@@ -170,7 +170,7 @@ def phases(context: SectionContext) -> Iterator[Block]:
             if (split := run_breakdown(group)) is not None
         ],
     )
-    yield from startup_table(context.finished)
+    yield from startup_table(context.measured)
     yield from context.plotted_note()
     yield from _shares(splits)
     yield table(
@@ -276,11 +276,12 @@ def startup_table(groups: Sequence[RunGroup]) -> Iterator[Block]:
         (group.label, spent) for group in groups if (spent := startup_seconds(group)) is not None
     ]
     # Without a GPU, finding the device and choosing the precision take microseconds.
+    known = dict.fromkeys(part for _, spent in rows for part in spent)
     parts = [
         part
-        for part in STARTUP_PARTS
+        for part in known
         if part not in ("device", "precision")
-        or any(spent[part] >= NEGLIGIBLE_SECONDS for _, spent in rows)
+        or any(spent.get(part, 0.0) >= NEGLIGIBLE_SECONDS for _, spent in rows)
     ]
     if rows:
         yield table(
@@ -290,12 +291,13 @@ def startup_table(groups: Sequence[RunGroup]) -> Iterator[Block]:
         )
         yield note(
             "Start-up of a worker, mean over workers and runs. Imports and launch end before the"
-            " clock starts; the rest is part of `other`."
+            " clock starts; the rest is `start-up` of the whole run, and part of `other` in the"
+            " records."
         )
 
 
 def _startup_column(part: str) -> Column[tuple[str, dict[str, float]]]:
-    return Column(part, lambda row: row[1][part] or None, formatting.seconds)
+    return Column(part, lambda row: row[1].get(part) or None, formatting.seconds)
 
 
 def _shares(splits: Sequence[GroupPhases]) -> Iterator[Block]:
