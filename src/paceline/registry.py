@@ -155,7 +155,13 @@ def load_user_object(kind: str, path: str) -> object:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
-        cause = error_line(error)
+        cause, first = error_line(error), module_name.partition(".")[0]
+        # A module that the user's module imports may be missing, too.
+        if isinstance(error, ModuleNotFoundError) and error.name == first:
+            cause = (
+                f"there is no such module in this folder: run the command in the folder that has"
+                f" {bare(first)}, or add that folder to PYTHONPATH"
+            )
         raise UserCodeError(
             f"{kind} {shown(path)}: cannot import {bare(module_name)}: {cause}"
         ) from error

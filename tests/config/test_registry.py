@@ -69,6 +69,15 @@ def test_user_object_is_found_in_the_current_folder(
     assert animals.load("my_animals_1:Okapi").__name__ == "Okapi"
 
 
+def test_a_missing_user_module_says_where_to_run_the_command(animals: Registry[type]) -> None:
+    with pytest.raises(UserCodeError) as caught:
+        animals.load("my_absent_animals:Okapi")
+    assert str(caught.value).endswith(
+        "cannot import my_absent_animals: there is no such module in this folder: run the command"
+        " in the folder that has my_absent_animals, or add that folder to PYTHONPATH"
+    )
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
