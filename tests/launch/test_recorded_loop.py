@@ -261,6 +261,16 @@ def test_by_default_a_loop_that_cannot_be_recorded_trains(
     assert capsys.readouterr().err == line
 
 
+def test_a_named_loop_that_cannot_be_recorded_says_what_to_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs").touch()
+    line = "^out='runs': runs is not a folder; give another out, or out=None to train without"
+    with pytest.raises(UsageError, match=line), paceline.join("allreduce", name="mine"):
+        pass
+
+
 @pytest.mark.parametrize(
     ("out", "reason"), [("a-file", "a-file is not a folder"), ("/proc/none", "cannot write to")]
 )

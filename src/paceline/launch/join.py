@@ -75,8 +75,11 @@ def join(
                     recorded.enter_context(loop)
                 except UsageError as error:
                     # It is the same on all ranks.
-                    if out != DEFAULT_OUT or name is not None:
+                    if out != DEFAULT_OUT:
                         raise
+                    if name is not None:
+                        hint = "give another out, or out=None to train without records"
+                        raise UsageError(f"{error}; {hint}") from None
                     if rank_info.rank == 0:
                         sys.stderr.write(f"paceline: the loop is not recorded: {error}\n")
             yield session
