@@ -70,7 +70,8 @@ def test_an_unchanged_script_gets_the_records_of_a_run(
     assert str(tmp_path / "run" / "report.html") in printed.err
     values = result(tmp_path)
     assert (values["kind"], values["status"], values["iterations"]) == ("profile", "finished", 200)
-    assert values["config"] == {"command": [sys.executable, script], "world_size": 1}
+    command = [sys.executable, script]
+    assert values["config"] == {"command": command, "name": "run", "world_size": 1}
     assert values["samples"] == 800
     (worker,) = values["workers"]
     assert sum(worker["phases"].values()) == pytest.approx(worker["wall_seconds"], rel=0.01)
@@ -131,9 +132,11 @@ def test_a_command_without_training_is_passed_through(
     assert profile(tmp_path, "sh", "-c", "echo out; echo err >&2; exit 7", flags=()) == 7
     printed = capfd.readouterr()
     assert printed.out == "out\n"
-    assert printed.err.startswith("err\n")
-    assert "no training step was measured" in printed.err
+    own, line = printed.err.splitlines()
+    assert own == "err"
+    assert line.startswith("paceline: no training step was measured: the command must train")
     assert result(tmp_path)["workers"] == []
+    assert not (tmp_path / "run" / "report.html").exists()
 
 
 def test_a_rank_that_starts_again_replaces_its_records(tmp_path: Path, script: str) -> None:

@@ -33,6 +33,7 @@ from paceline.profiler.process_facts import Frame, parse_stacks
 from paceline.profiler.watchdog import Watchdog, _End
 from paceline.records import PHASES, EventWriter, RunFolder
 from paceline.report.build import build_report
+from paceline.report.document import Text
 from paceline.report.post_mortem_text import headline, lines
 
 WORLD = GroupInfo("world", 0, (0, 1, 2), "gloo")
@@ -316,7 +317,9 @@ def test_a_stalled_rank_is_named_with_its_line(tmp_path: Path) -> None:
     assert not list((tmp_path / "run").glob("stacks-*"))
     document, _ = build_report(collect(tmp_path / "run"))
     assert document.chapters[0].sections[0].title == "Why training stopped"
-    assert any(section.name == "phases" for section in document.chapters[0].sections)
+    (phases,) = [one for one in document.chapters[0].sections if one.name == "phases"]
+    texts = [block.text for block in phases.blocks if isinstance(block, Text)]
+    assert any(text.startswith("Not recorded, because the ranks were ended") for text in texts)
     # Nobody recorded the hang, but it is in the account: rank 0 waits, and rank 1 does not train.
     for worker, phase in zip(result["workers"], ("wait", "other"), strict=True):
         assert worker["unrecorded_seconds"] >= report["seconds"] - 1

@@ -53,6 +53,21 @@ def test_steps_of_a_loop_without_a_torch_optimizer(tmp_path: Path) -> None:
     assert profile.result["iterations"] == 5
 
 
+def test_a_block_writes_a_timeline_of_its_steps(tmp_path: Path) -> None:
+    net = model()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    with paceline.profile(out=str(tmp_path), name="own", steps="1:4", trace=True) as profile:
+        for batch in loader(6):
+            train_step(net, optimizer, *batch)
+    assert profile.result is not None
+    assert profile.result["config"]["steps"] == "1:4"
+    events = json.loads((tmp_path / "own" / "trace.json").read_text())["traceEvents"]
+    slices = [event["name"] for event in events if event.get("ph") == "X"]
+    assert sum(name.startswith("step") for name in slices) == 3
+    # Neither the backward pass nor the update of a step is split.
+    assert slices.count("backward") == slices.count("update") == 3
+
+
 def test_a_failing_block_leaves_records(tmp_path: Path) -> None:
     net = model()
     optimizer = SGD(net.parameters(), lr=0.1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paceline.measure.phase_clock import PhaseClock
 from paceline.measure.trace_file import TraceEvent
-from paceline.profiler.trace import TraceLog, split_waits
+from paceline.profiler.trace import TraceLog, merge_slices, split_waits
 
 
 def test_exchange_is_split_where_a_rank_waited() -> None:
@@ -27,6 +27,25 @@ def test_exchange_is_split_where_a_rank_waited() -> None:
         TraceEvent("wait", 11, 12),
         TraceEvent("wait", 12, 12.5),
         TraceEvent("exchange", 12.5, 13),
+    ]
+
+
+def test_slices_of_one_phase_are_joined_within_a_step() -> None:
+    phases = [
+        TraceEvent("backward", 0, 2),
+        TraceEvent("backward", 2, 3),
+        TraceEvent("update", 3, 4),
+        TraceEvent("update", 4, 5),
+        TraceEvent("other", 5, 6),
+        TraceEvent("other", 6, 7),
+        TraceEvent("other", 8, 9),
+    ]
+    assert list(merge_slices(phases, boundaries={6})) == [
+        TraceEvent("backward", 0, 3),
+        TraceEvent("update", 3, 5),
+        TraceEvent("other", 5, 6),
+        TraceEvent("other", 6, 7),
+        TraceEvent("other", 8, 9),
     ]
 
 

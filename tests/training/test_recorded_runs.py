@@ -61,5 +61,5 @@ def test_recorded_run_reports_its_accuracy_and_phases(killed_run: Path) -> None:
     assert not collection.skipped
     text = page.with_suffix(".md").read_text()
     assert f"{expected['final']['test_accuracy']:.4f}" in text
-    for phase in ("forward", "backward", "update"):
+    for phase in ("forward", "backward"):
         assert phase in text

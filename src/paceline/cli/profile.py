@@ -76,12 +76,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def present(folder: RunFolder, result: Result, file: TextIO) -> None:
-    """Print the summary of a profile and write its report."""
+    """Print the summary of a profile and write its report; one line if nothing was measured."""
+    if not result["workers"] and not result.get("post_mortem"):
+        file.write("".join(f"paceline: {text}\n" for text in result["warnings"]))
+        return
     from paceline.report.build import write_report
     from paceline.report.summary import print_summary
 
     print_summary(folder, result, file)
-    file.write(f"report      {write_report(folder.path).page}\n")
+    # As `records`, relative if --out is.
+    file.write(f"report      {folder.path / write_report(folder.path).page.name}\n")
 
 
 def _seconds(text: str) -> float:

@@ -6,6 +6,7 @@ import json
 import shlex
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from pathlib import PurePath
 from typing import Any, Literal, get_args
 
@@ -18,6 +19,7 @@ Kind = Literal["train", "join", "profile"]
 
 _TYPES: dict[str, type] = {
     "command": list,
+    "name": str,
     "strategy": str,
     "options": dict,
     "communicator": str,
@@ -32,7 +34,7 @@ class RunSettings:
     """The settings of a run; those that its records do not hold are unknown, not defaults.
 
     A run of kind train knows all fields of `RunConfig`. The others know only `command` (a list of
-    arguments), `strategy`, `options`, `communicator`, `world_size` and `nnodes`, or fewer.
+    arguments), `name`, `strategy`, `options`, `communicator`, `world_size` and `nnodes`, or fewer.
     """
 
     kind: Kind
@@ -134,10 +136,17 @@ class RunSettings:
 
     @property
     def script(self) -> str | None:
-        """The file name of the program in the command; the whole command if it names none."""
+        """The file name or module of the program in the command, else the whole command."""
         command = [str(part) for part in self.values.get("command", ())]
         scripts = (PurePath(part).name for part in command if part.endswith(".py"))
-        return next(scripts, shlex.join(command) or None)
+        # Launchers are modules, too: the last one is the program.
+        modules = (name for option, name in reversed([*pairwise(command)]) if option == "-m")
+        return next(chain(scripts, modules), shlex.join(command) or None)
+
+    @property
+    def program(self) -> str | None:
+        """A short name of a run with a command: the one that was given, else its script."""
+        return (self.values.get("name") or self.script) if "command" in self.values else None
 
     @property
     def task(self) -> str:

@@ -33,6 +33,11 @@ from paceline.records import (
 TRANSIENT = ("process-*.jsonl", "stacks-*.txt", POST_MORTEM_FILE)
 """Files that are part of the result, or that matter only while the processes run."""
 
+NO_STEPS = (
+    "no training step was measured: the command must train with an optimizer of torch, or call"
+    " paceline.step(), in a Python environment that has paceline installed"
+)
+
 LOSSES_IN_MEAN = 100
 """`final.train_loss` is the mean over this many of the last steps, as in `paceline train`."""
 
@@ -135,6 +140,13 @@ class RankRecord:
         }
 
 
+def settings_of_command(command: Sequence[str], name: str | None, steps: str) -> RunSettings:
+    """The settings of a profile; `name` and `steps` only if they were given."""
+    given = {"name": name, "steps": steps}
+    values = {key: value for key, value in given.items() if value}
+    return RunSettings("profile", {"command": list(command), **values})
+
+
 def read_ranks(folder: RunFolder) -> list[RankRecord]:
     """The records of all ranks that took a step, in order."""
     files = folder.path.glob("events-*.jsonl")
@@ -187,6 +199,13 @@ def write_result(
         for path in folder.path.glob(pattern):
             path.unlink(missing_ok=True)
     return result
+
+
+def read_so_far(folder: RunFolder, settings: RunSettings) -> Result:
+    """What the result would be if the command, which is still running, ended now."""
+    ranks = read_ranks(folder)
+    workers = make_workers(ranks, read_communication(folder), {})
+    return assemble(folder, settings, ranks, workers, "running", None)
 
 
 def make_workers(
@@ -277,10 +296,7 @@ def _warnings(folder: RunFolder, ranks: Sequence[RankRecord]) -> list[str]:
     if (starts := max((rank.starts for rank in ranks), default=1)) > 1:
         texts.append(f"the ranks started {starts} times: the result is that of the last start")
     if not ranks:
-        texts.append(
-            "no training step was measured: the command must train with an optimizer of torch,"
-            " in a Python environment that has paceline installed"
-        )
+        texts.append(NO_STEPS)
     known = {rank.rank for rank in ranks}
     world_size = ranks[0].start["workers"] if ranks else 0
     missing = [rank for rank in range(world_size) if rank not in known]

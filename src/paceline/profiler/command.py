@@ -14,11 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from paceline.config import RunSettings
 from paceline.errors import RunError, UsageError
 from paceline.measure.sampler import ResourceSampler
 from paceline.profiler import FOLDER_VARIABLE, STEPS_VARIABLE, TRACE_VARIABLE
-from paceline.profiler.collection import write_result
+from paceline.profiler.collection import settings_of_command, write_result
 from paceline.profiler.step_window import StepWindow
 from paceline.profiler.watchdog import OnReport, Watchdog
 from paceline.records import Result, RunFolder, default_name
@@ -51,8 +50,7 @@ def profile(
     be written; its exit code is that of the command.
     """
     StepWindow.parse(steps)
-    values = {"command": list(command), **({"steps": steps} if steps else {})}
-    settings = RunSettings("profile", values)
+    settings = settings_of_command(command, name, steps)
     script = settings.script or command[0]
     path = out / (name or default_name(out, Path(script.split()[0]).stem, "profile"))
     folder = RunFolder.create_at(path, settings)

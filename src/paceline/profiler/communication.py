@@ -102,8 +102,8 @@ class Communication:
         texts = []
         if world_size > 1 and not any(len(rank.log.records) for rank in self.ranks.values()):
             texts.append(
-                "no collective of torch.distributed was seen: communication by other means, such as"
-                " paceline.join, is not measured, and its time is part of other phases"
+                "no collective of torch.distributed was seen, so communication is part of other"
+                " phases; paceline.join records its own run"
             )
         for mismatch in self.mismatches[:MISMATCHES_SHOWN]:
             calls = ", ".join(

@@ -28,7 +28,7 @@ from paceline.config import RunSettings
 from paceline.errors import RunError, UsageError, error_line
 from paceline.measure.sampler import ResourceSampler
 from paceline.profiler import FOLDER_VARIABLE, session
-from paceline.profiler.collection import write_result
+from paceline.profiler.collection import settings_of_command, write_result
 from paceline.profiler.rank_log import find_rank
 from paceline.profiler.step_window import StepWindow
 from paceline.records import Result, RunFolder, default_name
@@ -50,9 +50,13 @@ class Profile:
 
 
 @contextmanager
-def profile(*, out: str = "runs", name: str | None = None, steps: str = "") -> Iterator[Profile]:
+def profile(
+    *, out: str = "runs", name: str | None = None, steps: str = "", trace: bool = False
+) -> Iterator[Profile]:
     """Measure the training in a `with` block, like `paceline profile`.
 
+    `steps` and `trace` are those of the command line: the steps to measure, such as `20:120`, and
+    whether to write a timeline.
     All ranks enter and leave the block; if torchrun did not start them, they call
     `init_process_group` before it. Under `paceline profile`, or inside another block, the program
     is measured already, and the block does nothing.
@@ -63,13 +67,13 @@ def profile(*, out: str = "runs", name: str | None = None, steps: str = "") -> I
         return
     StepWindow.parse(steps)
     ranks = _Ranks()
-    settings = RunSettings("profile", {"command": list(sys.argv) or ["python"]})
+    settings = settings_of_command(list(sys.argv) or ["python"], name, steps)
     folder = ranks.share(lambda: _create(settings, out, name))
     profile = Profile(Path(folder))
     sampler = ResourceSampler(RunFolder(profile.folder).resources_file(0), ranks.processes())
     if ranks.is_first:
         sampler.start()
-    measured = session.start(folder, steps)
+    measured = session.start(folder, steps, has_trace=trace)
     status, cause, failure = "finished", None, None
     try:
         yield profile

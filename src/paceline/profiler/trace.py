@@ -6,7 +6,7 @@ collectives, which tells waiting from exchange, and written in the format of `pa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -111,10 +111,27 @@ def write_traces(
             offset_seconds=offset_seconds,
             first_iteration=int(logged[0]["first"]),
             steps=steps,
-            phases=phases,
+            phases=list(merge_slices(phases, {step.ended for step in steps})),
             transfers=() if own is None else _transfers(own),
         )
     merge_traces(folder, [rank.rank for rank in ranks])
+
+
+def merge_slices(
+    phases: Iterable[TraceEvent], boundaries: Collection[float]
+) -> Iterator[TraceEvent]:
+    """Join slices of one phase that follow each other, except at the end of a step."""
+    last: TraceEvent | None = None
+    for phase in phases:
+        if last is None:
+            last = phase
+        elif (phase.name, phase.began) == (last.name, last.ended) and last.ended not in boundaries:
+            last = last._replace(ended=phase.ended)
+        else:
+            yield last
+            last = phase
+    if last is not None:
+        yield last
 
 
 def split_waits(
