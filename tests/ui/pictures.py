@@ -1,20 +1,22 @@
 """The pictures of docs/, made again: `make pictures`.
 
-    python -m tests.ui.pictures [--study FOLDER] [--out docs/images]
+    python -m tests.ui.pictures [--study FOLDER] [--profile FOLDER] [--out docs/images]
 
 The study is the newest of `make demo`; one is run where there is none. Beside it the live page
-shows a run with two workers that goes on while it is looked at, and one that diverged.
+shows a run with two workers that goes on while it is looked at, and one that diverged. The profile
+is one of examples/plain_ddp.py, by default a new one; with a folder, only its picture is made.
 """
 
 from __future__ import annotations
 
 import argparse
 import base64
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
@@ -54,8 +56,13 @@ LOOKS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--study", type=Path)
+    parser.add_argument("--profile", type=Path)
     parser.add_argument("--out", type=Path, default=Path("docs/images"))
     arguments = parser.parse_args()
+    if arguments.profile:
+        with tempfile.TemporaryDirectory() as temporary, browser(Path(temporary)) as page:
+            take(page, {"profile": profile_page(arguments.profile)}, ("wide",), arguments.out)
+        return
     study = arguments.study or newest_demo()
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary) / "runs"
@@ -64,6 +71,7 @@ def main() -> None:
         diverge(root)
         with going_on(root), served(root) as address, browser(Path(temporary)) as page:
             take_all(page, root, address, arguments.out)
+            take(page, {"profile": profile_page(profile(root))}, ("wide",), arguments.out)
 
 
 def newest_demo() -> Path:
@@ -82,6 +90,20 @@ def train(root: Path, *flags: str) -> list[str]:
 def diverge(root: Path) -> None:
     flags = ("--name", "too-fast", "--lr", "1e6", "--iterations", "200")
     subprocess.run(train(root, *flags), check=False, **QUIET)
+
+
+def profile(root: Path) -> Path:
+    """On two cores; call it on a quiet machine, or the page says that it was not."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    command += ["2", "examples/plain_ddp.py", "--epochs", "6"]
+    own = [sys.executable, "-m", "paceline", "profile", "--quiet", "--trace", "--out", str(root)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([*own, "--name", "ddp", "--", *command], check=True, env=environment, **QUIET)
+    return root / "ddp"
+
+
+def profile_page(folder: Path) -> str:
+    return f"file://{write_report(folder).page}"
 
 
 @contextmanager
@@ -106,8 +128,12 @@ def take_all(page: Any, root: Path, address: str, out: Path) -> None:
         "ui-run": f"{address}/run/overlap-of-two",
         "ui-list": f"{address}/",
     }
+    take(page, pages, tuple(LOOKS), out)
+
+
+def take(page: Any, pages: Mapping[str, str], looks: Sequence[str], out: Path) -> None:
     for name, target in pages.items():
-        for look in LOOKS:
+        for look in looks:
             dress(page, LOOKS[look])
             page.get(target)
             settle(page, name)

@@ -8,15 +8,20 @@ from contextlib import closing, nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 
+import paceline
 from paceline.analysis.collection import collect
 from paceline.config import from_mapping
 from paceline.errors import RecordsError
+from paceline.profiler import rank_log
 from paceline.records import EventWriter, RunFolder
 from paceline.study.folder import Cell, Part, Study, StudyFolder
 from paceline.ui.live import MAX_POINTS, Follower, downsample
 from paceline.ui.run_index import SILENT_SECONDS, RunIndex
+from tests.support.profiled import loader, loss_of, model
 from tests.support.records import FakeRun, write_asynchronous, write_run
+from tests.support.script_records import BALANCED, FakeScript, write_script
 from tests.support.time_limits import time_limit
 
 
@@ -225,6 +230,45 @@ def test_figures_of_the_test_set_are_sent_by_name(tmp_path: Path) -> None:
     ]
     (entry,) = RunIndex(tmp_path).entries()
     assert (entry.accuracy, entry.test_loss) == (None, 0.5)
+
+
+def test_findings_and_post_mortems_of_a_script_are_sent_once(tmp_path: Path) -> None:
+    slow = FakeScript([{**BALANCED, "wait": 0.003}, {**BALANCED, "forward": 0.007}])
+    report = {"event": "hang", "seconds": 61.0, "first_rank": None, "mismatches": [], "ranks": []}
+    slow.more["post_mortem"] = [report]
+    follower = Follower(write_script(tmp_path, slow).folder.path)
+    update = follower.read_update()
+    assert update is not None
+    assert update["post_mortems"] == [["No rank has made progress for 61.0 s."]]
+    (text, is_fault), *_ = update["findings"]
+    assert text.startswith("Straggler: rank 1 on node-a takes 12.50 ms per step")
+    assert is_fault
+    assert follower.read_update() is None
+
+
+def test_findings_of_a_running_script_are_those_so_far(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_log, "BLOCK_SECONDS", 0.0)
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with paceline.profile(out=str(tmp_path), name="own") as profile:
+        for inputs, targets in loader(50):
+            optimizer.zero_grad()
+            loss = loss_of(net, inputs, targets)
+            loss.backward()
+            optimizer.step()
+            loss.item()
+        follower = Follower(profile.folder)
+        update = follower.read_update()
+        assert update is not None
+        assert any("`Tensor.item" in text for text, _ in update["findings"])
+        reports = [{"event": "stop", "seconds": 9.0, "mismatches": [], "ranks": []}]
+        (profile.folder / "post-mortem.json").write_text(json.dumps({"reports": reports}))
+        monkeypatch.setattr(follower._script, "_next", 0.0)
+        update = follower.read_update()
+        assert update is not None
+        assert update["post_mortems"] == [["The job was stopped after 9.00 s without progress."]]
 
 
 def test_the_status_of_a_run_comes_from_its_result(tmp_path: Path) -> None:

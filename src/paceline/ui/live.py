@@ -20,6 +20,7 @@ from paceline.analysis.validation import is_number
 from paceline.errors import RecordsError
 from paceline.records import RunFolder, open_record
 from paceline.ui.run_index import SILENT_SECONDS, RunIndex, newest_seconds
+from paceline.ui.script_state import ScriptState
 
 MAX_POINTS = 600
 """Per message: enough for a page, however long the run is."""
@@ -47,6 +48,7 @@ class Follower:
     def __init__(self, path: Path) -> None:
         self._folder = RunFolder(path)
         self._workers = [_Worker(self._folder.events_file(rank)) for rank in range(MAX_WORKERS)]
+        self._script = ScriptState(path)
 
     def read_update(self) -> dict[str, Any] | None:
         """New data for the page; None if there is none."""
@@ -65,6 +67,8 @@ class Follower:
                     update.setdefault("evaluations", []).extend(_evaluation(event))
         if points:
             update["points"] = downsample(points)
+        if not self.is_behind:
+            update |= self._script.read_update()
         return update or None
 
     @property

@@ -52,6 +52,8 @@ class Entry:
     study: str
     """Name of the study that it is a cell of; empty for others."""
     model: str
+    script: str
+    """Of a run that `paceline train` did not start; empty for others."""
     data: str
     strategy: str
     workers: int
@@ -111,7 +113,7 @@ class RunIndex:
         )
 
     def _entry(self, path: Path, name: str, study: str) -> Entry:
-        blank = Entry(name, "run", "damaged", "", study, "", "", "", 0, newest_seconds(path))
+        blank = Entry(name, "run", "damaged", "", study, "", "", "", "", 0, newest_seconds(path))
         try:
             self._check_links(path)
             if StudyFolder.is_study(path):
@@ -218,7 +220,8 @@ def _run_entry(folder: RunFolder, blank: Entry) -> Entry:
     settings, result = folder.read_settings(), folder.read_result()
     entry = replace(
         blank,
-        model=settings.model_text or settings.script or "",
+        model=settings.model_text or "",
+        script="" if settings.model_text else settings.script or "",
         data=settings.data or "",
         strategy=settings.strategy or "",
         workers=settings.workers,

@@ -128,20 +128,22 @@ async def _run_page(request: Request) -> Response:
     path = _index(request).path_of(name)
     if StudyFolder.is_study(path):
         return RedirectResponse(f"/report/{quote(name)}", headers=HEADERS)
-    total, facts = await run_in_threadpool(_summary, path)
+    kind, total, facts = await run_in_threadpool(_summary, path)
     # The name is empty if the folder itself is a run.
     title = name or path.name
-    texts = {"facts": facts, "total": str(total or ""), "title": title, "name": name}
+    texts = {
+        "facts": facts, "total": str(total or ""), "title": title, "name": name, "kind": kind,
+    }  # fmt: skip
     body = re.sub(r"\{(\w+)\}", lambda mark: escape(texts[mark[1]]), _page_text("run.html"))
     return _html(_shell(title, body, "run.js"))
 
 
-def _summary(path: Path) -> tuple[int | None, str]:
-    """The number of iterations, if configured, and a summary of the configuration."""
+def _summary(path: Path) -> tuple[str, int | None, str]:
+    """The kind of a run, its number of iterations, if configured, and a summary of its settings."""
     try:
         settings = RunFolder(path).read_settings()
     except RecordsError:
-        return None, ""
+        return "", None, ""
     batch_size = settings.global_batch_size
     items = [
         settings.task,
@@ -151,7 +153,7 @@ def _summary(path: Path) -> tuple[int | None, str]:
     ]
     # Non-breaking spaces: lines break only between items.
     facts = " · ".join(item.replace(" ", "\u00a0") for item in filter(None, items))
-    return settings.get("iterations"), facts
+    return settings.kind, settings.get("iterations"), facts
 
 
 async def _page_file(request: Request) -> Response:

@@ -110,7 +110,7 @@ function build(entry, group) {
     cell(row, seconds(entry.iteration_seconds), "n");
     cell(row, entry.iterations === null ? "" : entry.iterations.toLocaleString("en"), "n");
     cell(row, seconds(entry.wall_seconds), "n");
-    cell(row, entry.model);
+    cell(row, entry.model || entry.script);
     cell(row, entry.strategy);
     cell(row, entry.workers ? String(entry.workers) : "", "n");
   }
@@ -174,7 +174,7 @@ function draw() {
   remember();
   if (entries === null) return;
   const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
-  const text = (one) => `${one.name} ${one.model} ${one.strategy} ${one.status} ${one.kind}`.toLowerCase();
+  const text = (one) => `${one.name} ${one.model} ${one.script} ${one.strategy} ${one.status} ${one.kind}`.toLowerCase();
   const shown = entries.filter((one) => words.every((word) => text(one).includes(word)));
   const lines = arrange(shown);
   show(lines.slice(0, MAX_ROWS));

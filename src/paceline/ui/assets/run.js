@@ -17,6 +17,8 @@ const evaluations = []; // Iteration, and figures of the test set by name, in th
 const figure = document.getElementById("figure");
 const phases = new Map(); // Worker -> seconds by phase.
 document.getElementById("report").href = `/report/${path}`;
+// What a profiled script evaluates is not known.
+document.getElementById("of-test").hidden = heading.dataset.kind === "profile";
 
 function make(kind, attributes, text) {
   const node = document.createElementNS(SVG, kind);
@@ -131,6 +133,16 @@ function drawPhases() {
   document.getElementById("legend").replaceChildren(...keys);
 }
 
+// Findings: each with whether it is a fault. Text in backticks is code.
+function drawFound(id, title, items) {
+  const section = document.getElementById(id);
+  section.hidden = !items.length;
+  const rows = items.map(([text, kind]) =>
+    element("li", kind, ...text.split("`").map((part, index) => (index % 2 ? element("code", "", part) : part))),
+  );
+  section.replaceChildren(element("h2", "", title), element("ul", "", ...rows));
+}
+
 const clock = (left) => `${Math.floor(left / 60)}:${String(Math.round(left) % 60).padStart(2, "0")}`;
 
 // Three significant digits without an exponent.
@@ -180,6 +192,11 @@ function add(update) {
   }
   for (const [rank, spent] of Object.entries(update.phases || {})) phases.set(Number(rank), spent);
   if (phases.size) drawPhases();
+  if (update.findings) drawFound("findings", "Findings", update.findings.map(([text, isFault]) => [text, isFault ? "fault" : ""]));
+  if (update.post_mortems) {
+    const lines = update.post_mortems.flatMap(([first, ...rest]) => [[first, "fault"], ...rest.map((text) => [text, ""])]);
+    drawFound("post-mortems", "Why training stopped", lines);
+  }
   show("running");
 }
 
