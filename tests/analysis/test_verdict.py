@@ -118,7 +118,7 @@ def test_mostly_computing_is_compute_bound(tmp_path: Path) -> None:
     write_run(tmp_path, FakeRun("a", {}, two_workers(0.002)))
     verdict = judged(tmp_path)
     (output,) = texts(verdict, "Compute-bound")
-    assert "90.0% compute" in output
+    assert "50.0% forward, 40.0% backward" in output
     assert any(
         "4 workers" in step and "speedup of at most 1.82x" in step for step in next_steps(verdict)
     )

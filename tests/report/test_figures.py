@@ -71,7 +71,7 @@ def test_shares_of_phases_sum_to_the_whole(tmp_path: Path) -> None:
     path = write_run(
         tmp_path, FakeRun("a", {}, [dict.fromkeys(IN_ITERATION, 0.001), {"forward": 0.006}])
     )
-    svg = figure(section(collect(path).groups, "phases"), "phases-share")
+    svg = figure(section(collect(path).groups, "phases"), "phases-whole")
     shares = [float(one.attrib["data-value"]) for one in svg.iter(f"{SVG}rect")
               if one.attrib["class"].startswith("part")]  # fmt: skip
     assert sum(shares) == pytest.approx(1.0)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.report.build import write_report
+from tests.support.markdown_tables import facts_below
 from tests.support.records import FakeRun, write_run
 
 GPU = {
@@ -32,31 +33,23 @@ def page_of(
     return write_report(path).page.with_suffix(".md").read_text()
 
 
-def cells(page: str, heading: str) -> dict[str, str]:
-    lines = page.splitlines()
-    (index,) = (number for number, line in enumerate(lines) if heading in line)
-    names, values = (
-        [cell.strip() for cell in lines[number].split("|")[1:-1]] for number in (index, index + 2)
-    )
-    return dict(zip(names, values, strict=True))
-
-
 def test_gpu_has_a_busy_share_of_training_and_of_the_whole_run(tmp_path: Path) -> None:
-    row = cells(page_of(tmp_path, GPU, None), "configuration, node, GPU")
+    row = facts_below(page_of(tmp_path, GPU, None), "GPU 0")
     assert (row["NVML busy, training"], row["NVML busy, whole run"]) == ("93%", "41%")
     assert row["power, mean"] == "310 W"
 
 
 def test_gpu_of_an_older_record_has_the_busy_share_of_the_whole_run(tmp_path: Path) -> None:
     older = {key: value for key, value in GPU.items() if "training" not in key}
-    row = cells(page_of(tmp_path, older, None), "configuration, node, GPU")
-    assert (row["NVML busy, training"], row["NVML busy, whole run"]) == ("-", "41%")
+    row = facts_below(page_of(tmp_path, older, None), "GPU 0")
+    assert "NVML busy, training" not in row
+    assert row["NVML busy, whole run"] == "41%"
 
 
 def test_kernel_time_is_a_share_of_the_traced_iterations(tmp_path: Path) -> None:
     traced = {"iterations": 20, "seconds": 0.05, "window_seconds": 0.0625}
     page = page_of(tmp_path, GPU, traced)
-    row = cells(page, "configuration, traced iterations")
+    row = facts_below(page, "traced iterations")
     assert (row["iterations"], row["kernel time each"]) == ("20", "2.50 ms")
     assert row["kernel time, share"] == "80.0%"
 
@@ -71,7 +64,7 @@ def test_without_or_with_damaged_kernel_time_there_is_no_table(tmp_path: Path) -
 def test_copies_to_the_gpu_are_shown_per_iteration(tmp_path: Path) -> None:
     copies = {"count": 200, "bytes": 100 << 20, "pageable_bytes": 50 << 20, "seconds": 0.1,
               "gpu_seconds": 0.05}  # fmt: skip
-    row = cells(page_of(tmp_path, GPU, None, copies), "configuration, copies to the GPU")
+    row = facts_below(page_of(tmp_path, GPU, None, copies), "copies to the GPU")
     assert (row["per iteration"], row["bytes"]) == ("2.0", "1.0 MB")
     assert (row["from pageable memory"], row["program"], row["GPU"]) == (
         "50.0%",

@@ -13,6 +13,7 @@ from paceline.cli import main
 from paceline.config import from_mapping
 from paceline.errors import RecordsError
 from paceline.records import RunFolder
+from paceline.report.build import write_report
 from paceline.report.summary import print_summary
 from paceline.study.folder import Cell, StudyFolder
 from paceline.study.runner import State, state_of
@@ -24,8 +25,8 @@ COMMAND = ["torchrun", "--nproc-per-node", "2", "train.py", "--lr", "0.1"]
 TWO = [{"forward": 0.01, "exchange": 0.002}] * 2
 
 
-def profiled(name: str = "profiled", **values: object) -> FakeRun:
-    return FakeRun(name, {"command": COMMAND, **values}, TWO, kind="profile", hidden=None)
+def profiled(folder: str = "profiled", **values: object) -> FakeRun:
+    return FakeRun(folder, {"command": COMMAND, **values}, TWO, kind="profile", hidden=None)
 
 
 def joined(name: str = "joined", strategy: str = "overlap") -> FakeRun:
@@ -94,11 +95,41 @@ def test_labels_name_the_kind_only_where_kinds_differ(tmp_path: Path) -> None:
     assert {group.label for group in collect(tmp_path / "mixed").groups} == {
         "allreduce",
         "join: own_loop.py, overlap",
-        "profile: torchrun --nproc-per-node 2 train.py --lr 0.1",
+        "profile: train.py",
     }
     for name in ("ddp", "overlap"):
         write_run(tmp_path / "joined", joined(name, name))
     assert [group.label for group in collect(tmp_path / "joined").groups] == ["ddp", "overlap"]
+
+
+def test_a_profile_is_labeled_with_its_name_else_its_script(tmp_path: Path) -> None:
+    write_run(tmp_path, profiled("a", name="baseline"))
+    (group,) = collect(tmp_path).groups
+    assert group.label == "baseline"
+    # Repeats with different names.
+    write_run(tmp_path, profiled("b", name="again"))
+    (group,) = collect(tmp_path).groups
+    assert group.label == "train.py"
+    # Another command of the same script.
+    write_run(tmp_path, profiled("c", command=["torchrun", "train.py"]))
+    labels = [group.label for group in collect(tmp_path).groups]
+    assert labels == ["torchrun --nproc-per-node 2 train.py --lr 0.1", "torchrun train.py"]
+
+
+def test_a_module_is_the_script(tmp_path: Path) -> None:
+    command = ["python", "-m", "torch.distributed.run", "-m", "package.train", "--lr", "1"]
+    path = write_run(tmp_path, profiled(command=command))
+    assert open_run(path).settings.script == "package.train"
+
+
+def test_a_page_of_one_run_has_nothing_to_compare(tmp_path: Path) -> None:
+    page_path = write_report(write_run(tmp_path, profiled(name="mine"))).page
+    page = page_path.with_suffix(".md").read_text()
+    assert "onfiguration" not in page.replace("Configuration and machine", "")
+    assert "| status | finished |" in page
+    assert "repeats" not in page
+    # Labels of charts have the rank, not the name of the run.
+    assert '">rank 1<' in page_path.read_text()
 
 
 def test_runs_of_different_kinds_are_compared_side_by_side(
@@ -148,9 +179,10 @@ def test_the_live_page_lists_runs_of_any_kind(tmp_path: Path) -> None:
     entries = {entry.name: entry for entry in RunIndex(write_all(tmp_path)).entries()}
     assert {entry.status for entry in entries.values()} == {"finished"}
     one = entries["profiled"]
-    assert (one.model, one.data, one.strategy, one.workers) == ("train.py", "", "", 2)
-    total, facts = _summary(tmp_path / "joined")
-    assert (total, facts.replace("\u00a0", " ")) == (None, "own_loop.py · overlap · 2 workers")
+    assert (one.model, one.script, one.strategy, one.workers) == ("", "train.py", "", 2)
+    kind, total, facts = _summary(tmp_path / "joined")
+    assert (kind, total) == ("join", None)
+    assert facts.replace("\u00a0", " ") == "own_loop.py · overlap · 2 workers"
 
 
 @pytest.mark.parametrize("run", [profiled("a.r1"), joined("a.r1")], ids=["profile", "join"])

@@ -10,7 +10,7 @@ from paceline.cli import main
 from paceline.records import RunFolder
 from paceline.report.build import write_report
 from paceline.report.summary import print_summary
-from tests.support.script_records import BALANCED, FakeScript, write_script
+from tests.support.script_records import BALANCED, FakeScript, line, write_script
 
 SLOW = FakeScript([{**BALANCED, "wait": 0.003}, {**BALANCED, "forward": 0.007}])
 STRAGGLER = (
@@ -45,6 +45,37 @@ def test_the_terminal_names_faults_after_the_status(
     print_summary(RunFolder(run.folder.path), result)
     output = words(capsys.readouterr().out)
     assert f"status finished finding Straggler: {STRAGGLER} Compare the machine" in output
+
+
+def test_a_line_is_named_once_in_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loader = {**line(15, "loader = DataLoader(data)"), "workers": 0, "batches": 200, "seconds": 1.0}
+    script = FakeScript(
+        [{**BALANCED, "input": 0.005}] * 2, facts=[{"loaders": [loader]}, {"loaders": [loader]}]
+    )
+    run = write_script(tmp_path, script)
+    assert run.result is not None
+    result = {**run.result, "nodes": [], "measurement_overhead": {}}
+    print_summary(RunFolder(run.folder.path), result)
+    output = words(capsys.readouterr().out)
+    assert "DataLoader without workers" in output
+    assert output.count("train.py:15") == 1
+
+
+def test_a_busy_machine_has_one_account(tmp_path: Path) -> None:
+    nodes = [{"node": 0, "cpu_percent_mean": 100.0, "machine_cpu_percent_mean": 96.0}]
+    waits = {"main_queue_seconds": 0.002}
+    script = FakeScript(SLOW.phases, growth=[waits, waits], more={"nodes": nodes})
+    page = write_report(write_script(tmp_path, script).folder.path).page.with_suffix(".md")
+    text = page.read_text()
+    # The straggler is slow apart from that time.
+    assert "- **Straggler**: rank 1" in text
+    assert (
+        "other processes used 46.0% of the CPU. Step times and phases include the time in which a"
+        " rank had no core, up to 15." in text
+    )
+    assert "can explain" not in text
 
 
 def test_a_comparison_names_faults_with_their_runs(

@@ -37,8 +37,7 @@ def test_summary_has_the_metrics_after_the_loss(
 def test_report_has_a_column_for_each_metric_that_a_run_has(tmp_path: Path) -> None:
     with_metrics = write_run(tmp_path, FakeRun("run", more={"metrics": METRICS}))
     page = page_of(with_metrics)
-    assert "| test loss | perplexity | bits per byte |" in page
-    assert "| 4.2500 | 2.0875 |" in page
+    assert "| perplexity | 4.2500 |\n| bits per byte | 2.0875 |" in page
     images = write_run(tmp_path, FakeRun("images", more={"metrics": {"accuracy": 0.9}}))
     assert "perplexity" not in page_of(images)
     older = write_run(tmp_path, FakeRun("older"))
@@ -87,5 +86,4 @@ def test_target_loss_is_shown_in_summary_and_report(
     assert open_run(folder.path).iterations_to_target == 50
     page = page_of(folder.path)
     assert "Training time to the target loss" in page
-    assert "| final loss | best loss |" in page
-    assert "| 0.75 | 1.50 s | 1 of 1 | 0.5000 | 0.5000 |" in page
+    assert "| final loss | 0.5000 |\n| best loss | 0.5000 |" in page

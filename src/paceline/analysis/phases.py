@@ -346,7 +346,9 @@ class Bottleneck:
     main_share: str
     """The key of `shares` that shows the bottleneck."""
     shares: dict[str, float]
-    """Of an iteration: compute, communication, waiting, input."""
+    """Of an iteration: compute (with input), communication, waiting, input."""
+    split: PhaseBreakdown
+    """One iteration."""
     exchange_seconds: float = 0.0
     """Exposed communication of an iteration."""
     wire: WireTime | None = None
@@ -373,20 +375,20 @@ def find_bottleneck(group: RunGroup, measured: Sequence[CommMeasurement] = ()) -
 
     def communication(kind: str) -> Bottleneck:
         cause = None if is_explained else _remaining_cause(group)
-        return Bottleneck(group.label, kind, "communication", shares, exchange, wire, cause)
+        return Bottleneck(group.label, kind, "communication", shares, split, exchange, wire, cause)
 
     if shares["input"] >= BOTTLENECK_SHARE:
-        return Bottleneck(group.label, "input-bound", "input", shares)
+        return Bottleneck(group.label, "input-bound", "input", shares, split)
     if shares["communication"] >= BOTTLENECK_SHARE or (
         shares["communication"] > shares["compute"] and shares["communication"] > shares["waiting"]
     ):
         return communication("network-bound" if is_network else "communication-bound")
     if shares["waiting"] >= MINOR_SHARE and shares["waiting"] > shares["communication"]:
-        return Bottleneck(group.label, "wait-bound", "waiting", shares)
+        return Bottleneck(group.label, "wait-bound", "waiting", shares, split)
     if 1 - shares["compute"] <= MINOR_SHARE:
-        return Bottleneck(group.label, "compute-bound", "compute", shares)
+        return Bottleneck(group.label, "compute-bound", "compute", shares, split)
     if shares["waiting"] > shares["communication"]:
-        return Bottleneck(group.label, "compute and waiting", "waiting", shares)
+        return Bottleneck(group.label, "compute and waiting", "waiting", shares, split)
     return communication("compute and network" if is_network else "compute and communication")
 
 

@@ -166,8 +166,17 @@ def group_runs(runs: Iterable[Run]) -> list[RunGroup]:
     for run in runs:
         groups.setdefault(settings_key(run.settings), []).append(run)
     members = list(groups.values())
-    names = label_all([runs[0].settings for runs in members])
+    names = label_all([_common(runs) for runs in members])
     return [RunGroup(label, runs) for label, runs in zip(names, members, strict=True)]
+
+
+def _common(repeats: Sequence[Run]) -> RunSettings:
+    """The settings of repeats, without names in which they differ."""
+    settings = repeats[0].settings
+    if len({one.settings.get("name") for one in repeats}) == 1 or settings.config is not None:
+        return settings
+    values = {name: value for name, value in settings.values.items() if name != "name"}
+    return RunSettings(settings.kind, values)
 
 
 def differing(settings: Sequence[RunSettings]) -> list[str]:
@@ -191,8 +200,9 @@ def label_all(settings: Sequence[RunSettings]) -> list[str]:
     Where several settings differ, values that most configurations share are omitted.
     """
     names = differing(settings)
+    programs = _programs(settings)
     if not names:
-        return [_title(one) for one in settings]
+        return [_title(one, program) for one, program in zip(settings, programs, strict=True)]
     usual = {name: _usual([one.get(name) for one in settings]) for name in names}
     several = len(names) > 1
     return [
@@ -203,7 +213,21 @@ def label_all(settings: Sequence[RunSettings]) -> list[str]:
                 for name in names
                 if name in _ALWAYS_LABELED or not several or one.get(name) != usual[name]
             ],
+            program,
         )
+        for one, program in zip(settings, programs, strict=True)
+    ]
+
+
+def _programs(settings: Sequence[RunSettings]) -> list[str]:
+    """A short name of each program; the command where the short names of two are the same."""
+    commands: dict[str | None, set[str]] = {}
+    for one in settings:
+        commands.setdefault(one.program, set()).add(value_text(one.get("command")))
+    return [
+        _shortened(one.program or "")
+        if len(commands[one.program]) == 1
+        else _shortened(value_text(one.get("command")))
         for one in settings
     ]
 
@@ -214,11 +238,11 @@ def _usual(values: Sequence[Any]) -> Any:
     return most if values.count(most) * 2 > len(values) else ...
 
 
-def label(settings: RunSettings, names: Sequence[str]) -> str:
-    """The label of a configuration, from these settings."""
+def label(settings: RunSettings, names: Sequence[str], program: str = "") -> str:
+    """The label of a configuration, from these settings; `program` stands for its command."""
     order = ("command", "strategy", "options", *(one for one in names if one not in _LABELED))
     parts = [
-        setting_text(name, settings.get(name))
+        program if name == "command" else setting_text(name, settings.get(name))
         for name in order
         if name in names and name in settings.values
     ]
@@ -226,14 +250,13 @@ def label(settings: RunSettings, names: Sequence[str]) -> str:
         parts.insert(min(1, len(parts)), describe_workers(settings))
     if "batch_size" in names or "batch_per_worker" in names:
         parts.append(f"batch {settings.global_batch_size}")
-    text = ", ".join(filter(None, parts)) or _title(settings)
+    text = ", ".join(filter(None, parts)) or _title(settings, program)
     return f"{settings.kind}: {text}" if "kind" in names and settings.kind != "train" else text
 
 
-def _title(settings: RunSettings) -> str:
+def _title(settings: RunSettings, program: str) -> str:
     """What was trained, and with which strategy if known."""
-    task = setting_text("command", settings.get("command")) if settings.get("command") else ""
-    return ", ".join(filter(None, (task or settings.task, settings.strategy)))
+    return ", ".join(filter(None, (program or settings.task, settings.strategy)))
 
 
 _ALWAYS_LABELED = ("kind", "command", "strategy")

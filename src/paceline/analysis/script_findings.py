@@ -201,6 +201,13 @@ def group_findings(group: RunGroup) -> list[ScriptFinding]:
     return [one for one in found[0] if 2 * counts[type(one)] > len(found)]
 
 
+def group_core_wait(group: RunGroup) -> float | None:
+    """The share of the time in which a rank had no core, that of the rank with the most."""
+    profiles = [read_script_profile(run) for run in group.runs if run.result is not None]
+    shares = [one.core_wait for profile in profiles for one in profile.ranks]
+    return max((share for share in shares if share is not None), default=None)
+
+
 def find_in_script(run: Run) -> list[ScriptFinding]:
     """Of a run of kind profile: faults, the most expensive first, then the rest."""
     if run.settings.kind != "profile" or run.result is None:

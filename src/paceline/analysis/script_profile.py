@@ -145,6 +145,12 @@ class RankFacts:
         return values[-1] - values[0] if len(values) > 1 and None not in values else None
 
     @property
+    def core_wait(self) -> float | None:
+        """The share of the time in which the training thread was ready to run, without a core."""
+        waited, seconds = self.between("main_queue_seconds"), self.sampled_seconds
+        return min(1.0, waited / seconds) if waited is not None and seconds else None
+
+    @property
     def sampled_seconds(self) -> float:
         return self.samples[-1].time - self.samples[0].time if len(self.samples) > 1 else 0.0
 

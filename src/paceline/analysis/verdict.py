@@ -28,7 +28,12 @@ from paceline.analysis.ranks import Straggler, find_straggler
 from paceline.analysis.recommendations import Recommendation, recommend
 from paceline.analysis.run_group import RunGroup
 from paceline.analysis.scaling import ScalingPoint, ScalingSeries, scaling_series
-from paceline.analysis.script_findings import ScriptFinding, group_findings, is_fault
+from paceline.analysis.script_findings import (
+    ScriptFinding,
+    group_core_wait,
+    group_findings,
+    is_fault,
+)
 from paceline.analysis.statistics import Difference, against_first
 
 MOST_ACCURACY_LOST = 0.01
@@ -54,6 +59,8 @@ class ScriptVerdict:
     label: str
     """Of the group."""
     findings: list[ScriptFinding]
+    core_wait: float | None = None
+    """On a busy machine: the share of the time in which a rank had no core, at most."""
 
     @property
     def faults(self) -> list[ScriptFinding]:
@@ -124,7 +131,13 @@ def make_verdict(groups: Sequence[RunGroup], comm: Sequence[Path] = ()) -> Verdi
     # On a busy machine contention explains what looks like a straggler or a bottleneck.
     disturbed = {one.label for one in verdict.contention}
     verdict.scripts = [
-        ScriptVerdict(group.label, found) for group in groups if (found := group_findings(group))
+        ScriptVerdict(
+            group.label,
+            group_findings(group),
+            group_core_wait(group) if group.label in disturbed else None,
+        )
+        for group in groups
+        if group.runs and group.settings.kind == "profile"
     ]
     trained = [group for group in groups if group.runs and group.settings.kind != "profile"]
     verdict.stragglers = [

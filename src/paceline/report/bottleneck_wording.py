@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline import formatting
-from paceline.analysis.phases import Bottleneck, CommunicationCause
+from paceline.analysis.phases import Bottleneck, CommunicationCause, PhaseBreakdown
 
 NAMED = 4
 """Configurations that a finding names one by one."""
@@ -18,14 +18,23 @@ SHARES = {
 }
 """Shares of a bottleneck."""
 
+PHASES = {"exchange": "exposed communication", "wait": "waiting"}
+"""Phases whose name in a sentence differs from that in tables."""
+NEGLIGIBLE = 0.0005
+"""A share that is shown as 0.0%."""
+
+
+def division(split: PhaseBreakdown) -> list[str]:
+    """The share of each phase."""
+    return [
+        f"{formatting.share(split.share(phase))} {PHASES.get(phase, phase)}"
+        for phase in split.seconds
+        if split.share(phase) >= NEGLIGIBLE
+    ]
+
 
 def shares_text(bottleneck: Bottleneck) -> str:
-    parts = [
-        f"{formatting.share(value)} {SHARES[name]}"
-        for name, value in bottleneck.shares.items()
-        if name != "input" and value >= 0.0005
-    ]
-    text = f"iteration time: {', '.join(parts)}"
+    text = f"iteration time: {', '.join(division(bottleneck.split))}"
     wire = bottleneck.wire
     if bottleneck.cause is None or wire is None:
         return text

@@ -25,6 +25,7 @@ from paceline.report.document import (
 )
 from paceline.report.html import FIGURES, to_html
 from paceline.report.markdown import to_markdown
+from paceline.report.one_run import sections_of, without_configurations
 from paceline.report.sections import SECTIONS, VERDICT, build_sections, select, unknown
 from paceline.report.sections.common import section_context
 from paceline.report.wording import (
@@ -240,7 +241,11 @@ def _page(
 ) -> tuple[ChapterPage, str]:
     """A chapter and its answer."""
     about_groups = section_context("" if is_alone else name, chapter.groups, comm)
-    sections = build_sections(about_groups, select(chapter.sections, is_alone=is_alone))
+    is_one_run = is_alone and about_groups.is_one_run
+    names = chapter.sections or (sections_of(chapter.groups) if is_one_run else ())
+    sections = build_sections(about_groups, select(names, is_alone=is_alone))
+    if is_one_run:
+        sections = without_configurations(sections, about_groups.groups[0].label)
     answer = _answer(chapter, sections) or headline(verdict)
     if not is_alone:
         sections.insert(0, _verdict_section(verdict, answer))
@@ -273,7 +278,7 @@ def _points(verdict: Verdict) -> list[tuple[str, str]]:
 
 def _subtitle(collection: RunCollection) -> str:
     runs = collection.runs
-    parts = [f"{len(runs):,} run{'s' * (len(runs) != 1)} in {_count(collection.groups)}"]
+    parts = [] if len(runs) == 1 else [f"{len(runs):,} runs in {_count(collection.groups)}"]
     for name, values in (
         ("model", {text for run in runs if (text := run.settings.model_text)}),
         ("data", {text for run in runs if (text := run.settings.data)}),

@@ -30,6 +30,8 @@ class Table:
     """Columns at the left that hold text; the others hold numbers."""
     is_compact: bool = False
     """Whether all columns should fit on a phone."""
+    is_facts: bool = False
+    """Whether it is a list of names and values, as narrow as they are."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,18 +152,21 @@ def _items(block: BulletList) -> str:
 
 
 def _table(block: Table) -> str:
+    is_plain = block.is_facts
+
     def row(cells: Sequence[str], tag: str) -> str:
         return "".join(
             f"<{tag}{'' if index < block.text_columns else ' class=n'}>"
-            f"{_inline(cell) if index < block.text_columns else _with_spread(cell)}</{tag}>"
+            f"{_inline(cell) if is_plain or index < block.text_columns else _with_spread(cell)}"
+            f"</{tag}>"
             for index, cell in enumerate(cells)
         )
 
     rows = "".join(f"<tr>{row(cells, 'td')}</tr>\n" for cells in block.rows)
-    kind = "table compact" if block.is_compact else "table"
+    kind = "table compact" if block.is_compact else "table facts" if block.is_facts else "table"
+    head = f"<thead><tr>{row(block.columns, 'th')}</tr></thead>\n" if any(block.columns) else ""
     return (
-        f'<div class="{kind}" tabindex="0"><table>\n<thead><tr>{row(block.columns, "th")}</tr>'
-        f"</thead>\n<tbody>\n{rows}</tbody>\n</table></div>\n"
+        f'<div class="{kind}" tabindex="0"><table>\n{head}<tbody>\n{rows}</tbody>\n</table></div>\n'
     )
 
 

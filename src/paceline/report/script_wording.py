@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from paceline import formatting
 from paceline.analysis import script_findings as found
 from paceline.analysis.script_findings import ScriptFinding
@@ -119,6 +121,26 @@ def _blocking(one: found.BlockingCall, share: str) -> str:
         f"`{one.call}` is called{times} in every step{_at(one.line)}. It takes"
         f" {formatting.seconds(one.seconds)} here, but on a GPU it waits for all queued work."
     )
+
+
+def contention(core_waits: Sequence[float | None]) -> str:
+    """What contention does to the figures of scripts, and what findings make of it."""
+    known = [share for share in core_waits if share is not None]
+    most = f", up to {formatting.share(max(known))}" if known else ""
+    return (
+        f"Step times and phases include the time in which a rank had no core{most}. Stragglers are"
+        " found without it; no bottleneck and no imbalance is named."
+    )
+
+
+def account(one: ScriptFinding) -> str:
+    """All about a finding, with its line once."""
+    text = f"{subject(one)}: {sentence(one)}"
+    change = remedy(one)
+    line = getattr(one, "line", None)
+    if line is not None and line.text in text:
+        change = change.replace(_in(line), "")
+    return f"{text} {change}".strip()
 
 
 def remedy(one: ScriptFinding) -> str:

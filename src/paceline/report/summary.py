@@ -14,15 +14,18 @@ from paceline import formatting
 from paceline.analysis.contention import MIN_CONTENTION_SHARE, other_processes_share
 from paceline.analysis.phases import worker_breakdown
 from paceline.analysis.run import Run
-from paceline.analysis.script_findings import find_in_script
+from paceline.analysis.run_group import RunGroup
+from paceline.analysis.script_findings import find_in_script, group_core_wait
 from paceline.measure.startup import NEGLIGIBLE_SECONDS
 from paceline.records import Result, RunFolder, cuda_graph_text, numerics_text, settings_of
-from paceline.report.script_wording import remedy, sentence, subject
+from paceline.report.script_wording import account, contention
 from paceline.terminal import open_console
 
 BAR_WIDTH = 24
 WORKERS_SHOWN = 4
 """As many as fit 80 columns."""
+UNRECORDED_SECONDS = 1.0
+"""Ranks record their steps every half a second."""
 
 
 def print_summary(folder: RunFolder, result: Result, file: TextIO | None = None) -> None:
@@ -127,6 +130,8 @@ def summary_rows(result: Result, step_seconds: float | None) -> list[tuple[str, 
         rows.append(("CUDA graph", cuda_graph_text(cuda_graph)))
     if startup := result["workers"][0].get("startup_seconds"):
         rows.append(("start-up", startup_text(startup)))
+    if text := unrecorded_text(result["workers"]):
+        rows.append(("unrecorded", text))
     if len(result["workers"]) > 1:
         rows.append(("traffic", _traffic(result)))
     if result["nodes"]:
@@ -162,6 +167,18 @@ def startup_text(startup: Mapping[str, float]) -> str:
         if spent >= NEGLIGIBLE_SECONDS
     ]
     return f"rank 0 before its first iteration: {', '.join(parts)}"
+
+
+def unrecorded_text(workers: Sequence[Mapping[str, Any]]) -> str:
+    """What ranks that were killed did not record themselves; empty if that is not notable."""
+    lost = [
+        f"{formatting.seconds(seconds)} of rank {worker['rank']}"
+        for worker in workers
+        if (seconds := worker.get("unrecorded_seconds") or 0.0) >= UNRECORDED_SECONDS
+    ]
+    more = f" and {len(lost) - WORKERS_SHOWN} more ranks" if len(lost) > WORKERS_SHOWN else ""
+    text = f"the last {', '.join(lost[:WORKERS_SHOWN])}{more}"
+    return f"{text}: `wait` in a collective that others never called, else `other`" if lost else ""
 
 
 def _iteration_times(result: Result, step_seconds: float | None) -> str:
@@ -205,13 +222,7 @@ def _cores(cpu_percent: float | None, cores: int | None) -> str:
 
 def _script_rows(run: Run) -> list[tuple[str, str]]:
     """What slows down a profiled script, with what to change."""
-    return [
-        (
-            "finding",
-            " ".join(filter(None, (f"{subject(one)}: {sentence(one)}", remedy(one)))),
-        )
-        for one in find_in_script(run)
-    ]
+    return [("finding", account(one)) for one in find_in_script(run)]
 
 
 def _contention(run: Run) -> list[tuple[str, str]]:
@@ -219,6 +230,8 @@ def _contention(run: Run) -> list[tuple[str, str]]:
     if share is None or share < MIN_CONTENTION_SHARE:
         return []
     text = f"other processes used {share:.0%} of the CPU; timings are not representative"
+    if run.settings.kind == "profile":
+        text += f". {contention([group_core_wait(RunGroup('', [run]))])}"
     return [("warning", text)]
 
 

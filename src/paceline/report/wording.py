@@ -110,8 +110,11 @@ def _nothing_ranked(groups: Sequence[RunGroup]) -> str:
     count = sum(len(group.runs) for group in groups)
     if not count:
         return "Nothing was run yet."
-    if any(group.finished for group in groups):
-        return "No iteration of a finished run was timed."
+    runs = [run for group in groups for run in group.finished]
+    if runs:
+        is_script = all(run.settings.kind == "profile" for run in runs)
+        step = "training step" if is_script else "iteration of a finished run"
+        return f"No {step} was {'measured' if is_script else 'timed'}."
     text = "The run did not finish" if count == 1 else f"None of the {count} runs finished"
     # A configuration that was not run does not explain why others did not finish.
     troubled = [group for group in groups if group.runs and cause_text(group)]
@@ -437,13 +440,20 @@ def _about_contention(verdict: Verdict) -> Iterator[Finding]:
     found = verdict.contention
     if found:
         names = [f"{one.label} ({formatting.share(one.share)})" for one in found]
-        # Profiled ranks record how long they waited for a core.
-        unnamed = "bottleneck" if verdict.scripts else "straggler or bottleneck"
+        scripts = {script.label: script for script in verdict.scripts}
+        if all(one.label in scripts for one in found):
+            # Profiled ranks record how long they waited for a core.
+            text = script_wording.contention([scripts[one.label].core_wait for one in found])
+        else:
+            text = (
+                "Contention can explain differences, stragglers and bottlenecks of these"
+                " configurations, so no straggler or bottleneck is named for them."
+            )
+        during = "" if len(verdict.groups) == 1 else f" during {listed(names, NAMED)}"
+        share = formatting.share(found[0].share) + " of the CPU" if not during else "CPU time"
         yield Finding(
             "CPU contention",
-            f"timings may be affected: other processes used CPU time during {listed(names, NAMED)}."
-            " Contention can explain differences, stragglers and bottlenecks of these"
-            f" configurations, so no {unnamed} is named for them.",
+            f"timings may be affected: other processes used {share}{during}. {text}",
         )
 
 
@@ -595,8 +605,7 @@ def recommendation_text(one: advice.Recommendation) -> str:
         case advice.QuietMachine():
             return (
                 f"Rerun on a quiet machine: other processes used up to"
-                f" {formatting.share(one.share)} of the CPU, which can explain differences,"
-                " stragglers and bottlenecks."
+                f" {formatting.share(one.share)} of the CPU."
             )
         case advice.Repeats():
             return (

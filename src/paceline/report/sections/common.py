@@ -48,6 +48,11 @@ class SectionContext:
         return [group for group in self.groups if group.measured]
 
     @property
+    def is_one_run(self) -> bool:
+        """Whether there is nothing to compare."""
+        return len(self.groups) == 1 and len(self.groups[0].runs) == 1
+
+    @property
     def has_accuracy(self) -> bool:
         runs = (run for group in self.groups for run in group.shown)
         return any(run.final("test_accuracy") is not None for run in runs)

@@ -59,7 +59,8 @@ def traffic(context: SectionContext) -> Iterator[Block]:
     found = [(group, kinds) for group in context.finished if (kinds := group_traffic(group))]
     if not found:
         return
-    yield from _traffic_figure(context, found)
+    if not context.is_one_run:
+        yield from _traffic_figure(context, found)
     yield table(
         [TrafficRow(group, kind, one) for group, kinds in found for kind, one in kinds.items()],
         Column("configuration", lambda row: row.group.label),
@@ -71,7 +72,8 @@ def traffic(context: SectionContext) -> Iterator[Block]:
         text_columns=2,
     )
     text = (
-        "Total over all workers, payload only, mean over the finished repeats."
+        "Total over all workers, payload only"
+        f"{'' if context.is_one_run else ', mean over the finished repeats'}."
         " In flight: time with a transfer open, maximum over ranks."
     )
     if any(run.is_resized for group, _ in found for run in group.finished):
@@ -185,13 +187,20 @@ def resources(context: SectionContext) -> Iterator[Block]:
         yield note(
             "Totals over all processes of a run; 100% of CPU is one core. Memory is the sum of"
             " resident memory. Network is all traffic of the node's interfaces, including that of"
-            " other processes. Curves show the first finished run of a configuration."
+            " other processes."
+            + (
+                ""
+                if context.is_one_run
+                else " Curves show the first finished run of each configuration."
+            )
         )
 
 
 def _resources(context: SectionContext) -> Iterator[Block]:
     if len(context.finished) == 1:
-        yield answer(_resource_answer(context.finished[0]))
+        text = _resource_answer(context.finished[0])
+        label = context.finished[0].label
+        yield answer(text if context.is_one_run else f"{label}: {text}")
     series = list(_node_series(context))
     if series:
         plotted = _choose_nodes(series)
@@ -223,7 +232,7 @@ def _resource_answer(group: RunGroup) -> str:
     parts = [
         f"{formatting.spread(values, format)} {what}" for values, format, what in figures if values
     ]
-    return f"{group.label}: {', '.join(parts)}."
+    return f"{', '.join(parts)}."
 
 
 def _node_sums(group: RunGroup, key: str) -> list[float]:

@@ -98,12 +98,18 @@ def curves(context: SectionContext) -> Iterator[Block]:
             has_figures = True
             yield Tabs(context.figure_name("tabs", key.replace("_", "-")), figures)
     if has_figures:
-        yield note(
-            "Shading and whiskers: min–max over the repeats that are as long as the first, and in"
-            " long runs over the iterations of a point. Against time, the training loss is that of"
-            " the first repeat. Training time excludes evaluation. Coinciding curves are drawn as"
-            " alternating stripes."
-        )
+        if context.is_one_run:
+            yield note(
+                "Training time excludes evaluation. Shading: min–max over the iterations of a point"
+                " in long runs."
+            )
+        else:
+            yield note(
+                "Shading and whiskers: min–max over the repeats that are as long as the first, and"
+                " in long runs over the iterations of a point. Against time, the training loss is"
+                " that of the first repeat. Training time excludes evaluation. Coinciding curves"
+                " are drawn as alternating stripes."
+            )
         yield from context.plotted_note()
 
 

@@ -73,7 +73,14 @@ def overview(context: SectionContext) -> Iterator[Block]:
     yield from interval_note(context.groups)
     yield from _repeats(context)
     runs = [run for group in context.groups for run in group.runs]
-    failures = [(f"{run.id}: {run.status}.", run_cause(run)) for run in runs if not run.is_finished]
+    failures = [
+        (
+            f"{run.status.capitalize()}." if context.is_one_run else f"{run.id}: {run.status}.",
+            run_cause(run),
+        )
+        for run in runs
+        if not run.is_finished
+    ]
     failures += [
         (f"{group.label}.", group.trouble)
         for group in context.groups
@@ -99,7 +106,12 @@ def overview(context: SectionContext) -> Iterator[Block]:
     }
     if warnings:
         shown = list(warnings.items())[:20]
-        yield BulletList([(f"Warning of {name}.", text) for name, text in shown])
+        yield BulletList(
+            [
+                ("Warning." if context.is_one_run else f"Warning of {name}.", text)
+                for name, text in shown
+            ]
+        )
 
 
 def _status(group: RunGroup) -> str:
@@ -188,8 +200,9 @@ def configuration(context: SectionContext) -> Iterator[Block]:
         config = group.settings.config
         where = "" if config is None else where_to_type(config)
         if text := command(group.settings):
-            commands += [Text(f"{group.label}{repeats}{where}"), Code(text)]
-    if commands:
+            label = "Command" if context.is_one_run else group.label
+            commands += [Text(f"{label}{repeats}{where}:"), Code(text)]
+    if commands and not context.is_one_run:
         yield Text("To rerun a configuration:")
     if len(commands) <= 2 * MAX_COMMANDS:
         yield from commands
@@ -226,7 +239,9 @@ def _setting_column(name: str) -> Column[RunGroup]:
 def command(settings: RunSettings) -> str:
     """The command that repeats a run; empty if it is not known, as for a user's own loop."""
     if settings.kind == "profile" and settings.get("command"):
-        return shlex.join(["paceline", "profile", "--", *map(str, settings.get("command"))])
+        steps = ["--steps", settings.get("steps")] if settings.get("steps") else []
+        given = map(str, settings.get("command"))
+        return shlex.join(["paceline", "profile", *steps, "--", *given])
     if settings.config is None:
         return ""
     values = non_default_values(settings.config)
@@ -253,8 +268,8 @@ def _machines(runs: Sequence[Run]) -> Iterator[Block]:
         if facts:
             found.setdefault(facts, []).append(run)
     for facts, own in found.items():
-        title = "All runs" if len(found) == 1 else _run_list(own)
-        yield Table((f"Machine: {title}", ""), facts, 2)
+        title = "" if len(runs) == 1 else ": all runs" if len(found) == 1 else f": {_run_list(own)}"
+        yield Table((f"Machine{title}", ""), facts, 2)
     clusters = {tuple(rows): run for run in runs if (rows := cluster_rows(run))}
     for measured, run in list(clusters.items())[:3]:
         yield Text(f"The emulated cluster, as measured before {run.id}:")

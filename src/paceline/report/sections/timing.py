@@ -34,6 +34,7 @@ from paceline.analysis.repeats import outlier_limit, step_time_curve, summarize_
 from paceline.analysis.run_group import RunGroup, scales_to_samples
 from paceline.analysis.trace import TracedStep, TraceSpan, traced_steps
 from paceline.measure.startup import NEGLIGIBLE_SECONDS
+from paceline.report.bottleneck_wording import NEGLIGIBLE, division
 from paceline.report.charts.bars import Bar, BarChart, Part, draw_bars
 from paceline.report.charts.lines import LineChart
 from paceline.report.charts.timeline import Lane, Span, Step, draw_timeline
@@ -49,13 +50,12 @@ from paceline.report.sections.common import (
     section,
     table,
 )
+from paceline.report.summary import unrecorded_text
 
 MAX_RANK_BARS = 16
 MAX_RANK_ROWS = 80
 MAX_EXPLAINED = 8
 """Configurations that are compared with the fastest, phase by phase."""
-NEGLIGIBLE = 0.0005
-"""A share that is shown as 0.0%."""
 NOTABLE = 0.05
 """A difference between ranks that is worth reporting, as a share of an iteration."""
 NOT_MEASURED = "not measured"
@@ -88,7 +88,7 @@ def iteration_time(context: SectionContext) -> Iterator[Block]:
     bars = mean_bars(
         context, [(group, summary.means) for group, summary in times], formatting.seconds
     )
-    if bars:
+    if bars and not context.is_one_run:
         label = "Mean time per iteration of each configuration"
         yield Figure(
             context.figure_name("iteration-time", "means"),
@@ -107,13 +107,18 @@ def iteration_time(context: SectionContext) -> Iterator[Block]:
             Column("95th percentile", lambda one: one.p95s, formatting.seconds),
             Column("first", lambda one: one.firsts, formatting.seconds),
         )
-        yield note(
+        text = (
             "Mean, median and 95th percentile are computed for each worker without its first"
             " iteration, and averaged over the workers. First: the first iteration of the"
-            " slowest worker. For asynchronous runs, the mean is the time in which all workers"
-            " together process as many samples as one iteration has. ±: 95% confidence interval of"
-            " the mean over the repeats. In parentheses and as whiskers: min–max of the repeats."
+            " slowest worker."
         )
+        if not context.is_one_run:
+            text += (
+                " For asynchronous runs, the mean is the time in which all workers together process"
+                " as many samples as one iteration has. ±: 95% confidence interval of the mean over"
+                " the repeats. In parentheses and as whiskers: min–max of the repeats."
+            )
+        yield note(text)
 
 
 def first_iteration_note(groups: Sequence[RunGroup]) -> Iterator[Text]:
@@ -149,17 +154,20 @@ def phases(context: SectionContext) -> Iterator[Block]:
     if any(one.group.workers > 1 for one in splits):
         yield answer(phases_answer(splits))
     shown = [one for one in splits if context.is_plotted(one.group)]
-    yield phase_figure(
-        context.figure_name("phases", "step"),
-        "One iteration by phase",
-        [phase_bar(group.label, split, IN_ITERATION, is_share=False) for group, split in shown],
-        is_share=False,
-    )
-    yield phase_figure(
-        context.figure_name("phases", "share"),
-        "One iteration by phase, as shares",
-        [phase_bar(group.label, split, IN_ITERATION) for group, split in shown],
-    )
+    # Of one run, those of its workers tell more.
+    if not context.is_one_run or len(rank_breakdowns(shown[0].group)) < 2:
+        yield phase_figure(
+            context.figure_name("phases", "step"),
+            "One iteration by phase",
+            [phase_bar(group.label, split, IN_ITERATION, is_share=False) for group, split in shown],
+            is_share=False,
+        )
+    if not context.is_one_run:
+        yield phase_figure(
+            context.figure_name("phases", "share"),
+            "One iteration by phase, as shares",
+            [phase_bar(group.label, split, IN_ITERATION) for group, split in shown],
+        )
     yield from _rank_phases(context)
     yield phase_figure(
         context.figure_name("phases", "whole"),
@@ -170,16 +178,25 @@ def phases(context: SectionContext) -> Iterator[Block]:
             if (split := run_breakdown(group)) is not None
         ],
     )
-    yield from startup_table(context.measured)
     yield from context.plotted_note()
-    yield from _shares(splits)
+    if not context.is_one_run:
+        yield from _shares(splits)
+    has_overlap = context.is_one_run and splits[0].group.workers > 1
     yield table(
         splits,
         Column("configuration, per iteration", lambda one: one.group.label),
         *map(_phase_column, IN_ITERATION),
         Column("total", lambda one: one.split.total, formatting.seconds),
+        *([Column("overlapped communication", _overlapped, formatting.seconds)] * has_overlap),
     )
+    if has_overlap:
+        yield from _overlap_notes(splits)
     yield from _explanations(context)
+    for group in context.measured:
+        for run in group.measured:
+            if text := unrecorded_text(run.workers):
+                yield note(f"Not recorded, because the ranks were ended: {text}.")
+    yield from startup_table(context.measured)
 
 
 def phases_answer(splits: Sequence[GroupPhases]) -> str:
@@ -191,8 +208,10 @@ def phases_answer(splits: Sequence[GroupPhases]) -> str:
     ranked = sorted(
         several, key=lambda one: one.split.total / (one.group.batch_size or 1 if has_sizes else 1)
     )
+    if len(splits) == 1:
+        return f"An iteration is {_listed(division(splits[0].split))}."
     if len(ranked) == 1:
-        return f"An iteration of {ranked[0].group.label} is {_division(ranked[0].split)}."
+        return f"An iteration of {ranked[0].group.label} is {_listed(division(ranked[0].split))}."
     fastest, slowest = ranked[0], ranked[-1]
     unit = " per sample" if has_sizes and len(sizes) > 1 else ""
     text = (
@@ -220,8 +239,13 @@ def _division(split: PhaseBreakdown) -> str:
         ("exposed communication", split.share("exchange")),
         ("waiting", split.share("wait")),
     )
-    shown = [f"{formatting.share(share)} {name}" for name, share in parts if share >= NEGLIGIBLE]
-    return f"{', '.join(shown[:-1])} and {shown[-1]}" if len(shown) > 1 else "".join(shown)
+    return _listed(
+        [f"{formatting.share(share)} {name}" for name, share in parts if share >= NEGLIGIBLE]
+    )
+
+
+def _listed(parts: Sequence[str]) -> str:
+    return f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else "".join(parts)
 
 
 def phase_bar(
@@ -255,10 +279,18 @@ def phase_figure(name: str, title: str, bars: Sequence[Bar], *, is_share: bool =
 
 
 def _rank_phases(context: SectionContext) -> Iterator[Figure]:
+    found = [
+        (group, splits) for group in context.plotted if len(splits := rank_breakdowns(group)) > 1
+    ]
+    # The rank comes first, because long labels are cut off.
     bars = [
-        phase_bar(f"{group.label}: rank {rank}", split, IN_ITERATION, is_share=False)
-        for group in context.plotted
-        if len(splits := rank_breakdowns(group)) > 1
+        phase_bar(
+            f"rank {rank}" if len(found) == 1 else f"rank {rank}: {group.label}",
+            split,
+            IN_ITERATION,
+            is_share=False,
+        )
+        for group, splits in found
         for rank, split in splits.items()
     ]
     if not bars:
@@ -290,7 +322,7 @@ def startup_table(groups: Sequence[RunGroup]) -> Iterator[Block]:
             *map(_startup_column, parts),
         )
         yield note(
-            "Start-up of a worker, mean over workers and runs. Imports and launch end before the"
+            "Start-up of a worker, mean over workers. Imports and launch end before the"
             " clock starts; the rest is `start-up` of the whole run, and part of `other` in the"
             " records."
         )
@@ -301,7 +333,7 @@ def _startup_column(part: str) -> Column[tuple[str, dict[str, float]]]:
 
 
 def _shares(splits: Sequence[GroupPhases]) -> Iterator[Block]:
-    """Compute, exposed communication and waiting, with the communication that overlaps."""
+    """Compute, exposed communication and waiting, with overlapped communication."""
     if all(one.group.workers == 1 for one in splits):
         return
     yield table(
@@ -314,10 +346,19 @@ def _shares(splits: Sequence[GroupPhases]) -> Iterator[Block]:
         Column("overlapped share", _overlapped_share, formatting.share),
     )
     yield note(
-        "Communication is exposed communication, which training waits for. Overlapped"
-        " communication runs concurrently with the backward pass and is not counted in the"
-        f" phases. {NOT_MEASURED.capitalize()}: the records do not say how long it took."
+        "Compute includes input. Communication is exposed communication, which training waits for."
     )
+    yield from _overlap_notes(splits)
+
+
+def _overlap_notes(splits: Sequence[GroupPhases]) -> Iterator[Block]:
+    text = (
+        "Overlapped communication runs concurrently with the backward pass and is not counted in"
+        " the phases."
+    )
+    if any(_overlapped(one) == NOT_MEASURED for one in splits):
+        text += f" {NOT_MEASURED.capitalize()}: the records do not say how long it took."
+    yield note(text)
     single = [
         one.group.label
         for one in splits
@@ -409,7 +450,7 @@ def ranks(context: SectionContext) -> Iterator[Block]:
             formatting.share,
         ),
     )
-    yield BulletList(list(_first_rank_items(several)))
+    yield BulletList(list(_first_rank_items(several, has_labels=not context.is_one_run)))
     rows = [
         RankRow(group, one, sum(each.samples for each in work))
         for group, work in several
@@ -419,9 +460,10 @@ def ranks(context: SectionContext) -> Iterator[Block]:
     if len(rows) > MAX_RANK_ROWS:
         yield note(f"The first {MAX_RANK_ROWS} of {len(rows):,} workers.")
     yield note(
-        "Compute, communication and waiting are parts of the time per iteration. Balance: mean"
-        " compute time over that of the worker that computes longest. Values are means over the"
-        " finished repeats."
+        "Compute (with input), communication and waiting are parts of the time per iteration."
+        " Balance: mean"
+        " compute time over that of the worker that computes longest."
+        + ("" if context.is_one_run else " Values are means over the finished repeats.")
     )
 
 
@@ -452,7 +494,7 @@ def _rank_label(row: RankRow) -> str:
 
 
 def _first_rank_items(
-    several: Sequence[tuple[RunGroup, Sequence[RankWork]]],
+    several: Sequence[tuple[RunGroup, Sequence[RankWork]]], *, has_labels: bool
 ) -> Iterator[tuple[str, str]]:
     """How rank 0 differs, per group; groups in which it does not share one item."""
     alike = []
@@ -461,14 +503,14 @@ def _first_rank_items(
             continue  # Rank 0 was not timed.
         text = _first_rank_text(work)
         if text:
-            yield f"{group.label}:", text
+            yield f"{group.label}:" if has_labels else "", text
         else:
             alike.append(group.label)
     if alike:
         yield (
             "Rank 0 is like the others:",
-            f"no phase differs by more than {formatting.share(NOTABLE)} of an iteration in"
-            f" {'; '.join(alike)}.",
+            f"no phase differs by more than {formatting.share(NOTABLE)} of an iteration"
+            f"{' in ' + '; '.join(alike) if has_labels else ''}.",
         )
 
 
@@ -499,7 +541,7 @@ def _first_rank_text(work: Sequence[RankWork]) -> str:
 @section("timeline", "Timeline of one iteration")
 def timeline(context: SectionContext) -> Iterator[Block]:
     steps = [
-        _timeline_step(group.label, traced)
+        _timeline_step("" if context.is_one_run else f"{group.label}: ", traced)
         for group in context.plotted
         for traced in traced_steps(group)
     ]
@@ -522,7 +564,7 @@ def _timeline_step(label: str, traced: TracedStep) -> Step:
             f", transfers in flight {formatting.seconds(traced.transfer_seconds)},"
             f" {100 * traced.overlapped_share:.0f}% of that overlapped"
         )
-    return Step(f"{label}: rank {traced.rank}, iteration {traced.iteration}", text, lanes)
+    return Step(f"{label}rank {traced.rank}, iteration {traced.iteration}", text, lanes)
 
 
 def _timeline_spans(spans: Sequence[TraceSpan]) -> list[Span]:
