@@ -10,6 +10,7 @@ from paceline.cli import main
 from paceline.records import RunFolder
 from paceline.report.build import write_report
 from paceline.report.summary import print_summary
+from tests.support.markdown_tables import facts_below
 from tests.support.script_records import BALANCED, FakeScript, line, write_script
 
 SLOW = FakeScript([{**BALANCED, "wait": 0.003}, {**BALANCED, "forward": 0.007}])
@@ -61,6 +62,16 @@ def test_a_line_is_named_once_in_the_terminal(
     output = words(capsys.readouterr().out)
     assert "DataLoader without workers" in output
     assert output.count("train.py:15") == 1
+
+
+def test_code_that_belongs_to_no_phase_is_part_of_a_step(tmp_path: Path) -> None:
+    """Such as batches that a script makes without a DataLoader."""
+    script = FakeScript([{**BALANCED, "other": 0.03}] * 2)
+    page = write_report(write_script(tmp_path, script).folder.path).page.with_suffix(".md")
+    text = page.read_text()
+    assert "- **Bound by other code**: iteration time: 10.0% forward" in text
+    assert "75.0% other code." in text
+    assert facts_below(text, "| per iteration")["other"] == "30.00 ms (75.0%)"
 
 
 def test_a_busy_machine_has_one_account(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from paceline.analysis.run_group import RunGroup, scales_to_samples
 from paceline.analysis.step_times import RankStepTimes
 from paceline.analysis.validation import is_number
 from paceline.measure.startup import BEFORE_CLOCK, SCRIPT_PARTS, STARTUP_PARTS
-from paceline.records import BETWEEN_ITERATIONS, PHASES
+from paceline.records import PHASES
 
 COMPUTE_PHASES = ("input", "forward", "backward", "update")
 MAX_OUTSIDE_SHARE = 0.002
@@ -32,7 +32,7 @@ MAX_OUTSIDE_SHARE = 0.002
 STARTUP = "start-up"
 """What precedes the first iteration: the records count it as `other`."""
 OUTSIDE = ("evaluate", "checkpoint", STARTUP, "other")
-WALL_PHASES = (*(phase for phase in PHASES if phase not in BETWEEN_ITERATIONS), *OUTSIDE)
+WALL_PHASES = (*IN_ITERATION, *OUTSIDE)
 """All phases of a run, with the start-up."""
 BOTTLENECK_SHARE = 0.5
 """A phase with at least this share of an iteration is its bottleneck."""
@@ -55,7 +55,7 @@ class PhaseBreakdown:
         return math.fsum(self.seconds.values())
 
     def share(self, phase: str) -> float:
-        return self.seconds[phase] / self.total if self.total else 0.0
+        return self.seconds.get(phase, 0.0) / self.total if self.total else 0.0
 
     def of(self, phases: Sequence[str]) -> float:
         return math.fsum(self.seconds[phase] for phase in phases)
@@ -145,6 +145,10 @@ def _rank_split(run: Run, worker: dict[str, Any], timing: RankStepTimes | None) 
     if recorded is not None and recorded["iterations"]:
         seconds = timing.mean if timing else worker["iteration_seconds"].get("mean")
         phases = {phase: float(recorded["phases"][phase]) for phase in IN_ITERATION}
+        if run.settings.kind == "profile" and seconds is not None:
+            # A script may do anything in its steps, such as making batches without a DataLoader.
+            rest = seconds * recorded["iterations"] - math.fsum(phases.values())
+            phases["other"] = max(0.0, rest)
         return _over(phases, recorded["iterations"], seconds, has_first=False)
     whole = {phase: float(worker["phases"][phase]) for phase in IN_ITERATION}
     later = timing.later if timing else None
@@ -286,7 +290,11 @@ def explain(faster: RunGroup, slower: RunGroup, *, by_samples: bool = False) -> 
         slower.label,
         work,
         seconds[1] * scales[1] - seconds[0] * scales[0],
-        {phase: second[phase] * scales[1] - first[phase] * scales[0] for phase in IN_ITERATION},
+        {
+            phase: second[phase] * scales[1] - spent * scales[0]
+            for phase, spent in first.items()
+            if phase in second
+        },
     )
 
 
@@ -305,7 +313,7 @@ def mean_split(splits: Sequence[PhaseBreakdown]) -> PhaseBreakdown:
     """The mean of each phase."""
     return PhaseBreakdown(
         {
-            phase: math.fsum(split.seconds[phase] for split in splits) / len(splits)
+            phase: math.fsum(split.seconds.get(phase, 0.0) for split in splits) / len(splits)
             for phase in splits[0].seconds
         }
     )
@@ -346,7 +354,7 @@ class Bottleneck:
     main_share: str
     """The key of `shares` that shows the bottleneck."""
     shares: dict[str, float]
-    """Of an iteration: compute (with input), communication, waiting, input."""
+    """Of an iteration: compute (with input), communication, waiting, input, other."""
     split: PhaseBreakdown
     """One iteration."""
     exchange_seconds: float = 0.0
@@ -367,6 +375,7 @@ def find_bottleneck(group: RunGroup, measured: Sequence[CommMeasurement] = ()) -
         "communication": split.share("exchange"),
         "waiting": split.share("wait"),
         "input": split.share("input"),
+        "other": split.share("other"),
     }
     exchange = split.seconds["exchange"]
     wire = wire_time(group, measured)
@@ -377,6 +386,8 @@ def find_bottleneck(group: RunGroup, measured: Sequence[CommMeasurement] = ()) -
         cause = None if is_explained else _remaining_cause(group)
         return Bottleneck(group.label, kind, "communication", shares, split, exchange, wire, cause)
 
+    if shares["other"] >= BOTTLENECK_SHARE:
+        return Bottleneck(group.label, "bound by other code", "other", shares, split)
     if shares["input"] >= BOTTLENECK_SHARE:
         return Bottleneck(group.label, "input-bound", "input", shares, split)
     if shares["communication"] >= BOTTLENECK_SHARE or (
@@ -385,7 +396,7 @@ def find_bottleneck(group: RunGroup, measured: Sequence[CommMeasurement] = ()) -
         return communication("network-bound" if is_network else "communication-bound")
     if shares["waiting"] >= MINOR_SHARE and shares["waiting"] > shares["communication"]:
         return Bottleneck(group.label, "wait-bound", "waiting", shares, split)
-    if 1 - shares["compute"] <= MINOR_SHARE:
+    if 1 - shares["compute"] - shares["other"] <= MINOR_SHARE:
         return Bottleneck(group.label, "compute-bound", "compute", shares, split)
     if shares["waiting"] > shares["communication"]:
         return Bottleneck(group.label, "compute and waiting", "waiting", shares, split)

@@ -15,10 +15,11 @@ SHARES = {
     "communication": "exposed communication",
     "waiting": "waiting",
     "input": "input",
+    "other": "other code",
 }
 """Shares of a bottleneck."""
 
-PHASES = {"exchange": "exposed communication", "wait": "waiting"}
+PHASES = {"exchange": "exposed communication", "wait": "waiting", "other": "other code"}
 """Phases whose name in a sentence differs from that in tables."""
 NEGLIGIBLE = 0.0005
 """A share that is shown as 0.0%."""

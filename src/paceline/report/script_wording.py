@@ -222,6 +222,11 @@ def remedy(one: ScriptFinding) -> str:
                 "Communicate less: larger batches, gradient accumulation with `no_sync()`, or a"
                 " communication hook of DDP such as bf16_compress_hook."
             )
+        case found.StepBound() if one.bottleneck.main_share == "other":
+            return (
+                "Look for what the loop does besides the model, the optimizer and DataLoaders, such"
+                " as making batches itself, logging or moving data."
+            )
         case found.StepBound():
             return ""
 

@@ -12,12 +12,19 @@ from rich.table import Table
 
 from paceline import formatting
 from paceline.analysis.contention import MIN_CONTENTION_SHARE, other_processes_share
-from paceline.analysis.phases import worker_breakdown
+from paceline.analysis.phases import STARTUP, worker_breakdown
 from paceline.analysis.run import Run
 from paceline.analysis.run_group import RunGroup
 from paceline.analysis.script_findings import find_in_script, group_core_wait
 from paceline.measure.startup import NEGLIGIBLE_SECONDS
-from paceline.records import Result, RunFolder, cuda_graph_text, numerics_text, settings_of
+from paceline.records import (
+    PHASES,
+    Result,
+    RunFolder,
+    cuda_graph_text,
+    numerics_text,
+    settings_of,
+)
 from paceline.report.script_wording import account, contention
 from paceline.terminal import open_console
 
@@ -62,7 +69,8 @@ def phase_table(result: Result) -> Table:
     for heading in ("seconds", *(f"rank {worker['rank']}" for worker in (first, *others))):
         table.add_column(heading, justify="right")
     table.add_column()
-    for phase, spent in splits[0].seconds.items():
+    for phase in (*PHASES[:-1], STARTUP, PHASES[-1]):
+        spent = splits[0].seconds[phase]
         shares = [split.share(phase) for split in splits]
         if any(share >= 0.0005 for share in shares):
             bar = "█" * round(BAR_WIDTH * shares[0])

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
 
 from paceline import formatting
-from paceline.analysis.events import IN_ITERATION
 from paceline.analysis.run_group import known
 from paceline.analysis.step_cost import StepCost, step_costs
 from paceline.report.document import Block, Figure, Table
@@ -51,7 +50,7 @@ def step_cost(context: SectionContext) -> Iterator[Block]:
 def _figures(context: SectionContext, costs: Sequence[StepCost]) -> Iterator[Figure]:
     shown = [cost for cost in costs if context.is_plotted(cost.group)]
     times = [
-        phase_bar(cost.group.label, cost.split, IN_ITERATION, is_share=False)
+        phase_bar(cost.group.label, cost.split, is_share=False)
         for cost in shown
         if cost.split is not None
     ]

@@ -6,10 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from paceline import formatting
-from paceline.analysis.events import IN_ITERATION
 from paceline.analysis.phases import (
     COMPUTE_PHASES,
-    OUTSIDE,
+    WALL_PHASES,
     Explanation,
     PhaseBreakdown,
     explain,
@@ -159,21 +158,21 @@ def phases(context: SectionContext) -> Iterator[Block]:
         yield phase_figure(
             context.figure_name("phases", "step"),
             "One iteration by phase",
-            [phase_bar(group.label, split, IN_ITERATION, is_share=False) for group, split in shown],
+            [phase_bar(group.label, split, is_share=False) for group, split in shown],
             is_share=False,
         )
     if not context.is_one_run:
         yield phase_figure(
             context.figure_name("phases", "share"),
             "One iteration by phase, as shares",
-            [phase_bar(group.label, split, IN_ITERATION) for group, split in shown],
+            [phase_bar(group.label, split) for group, split in shown],
         )
     yield from _rank_phases(context)
     yield phase_figure(
         context.figure_name("phases", "whole"),
         "The whole run by phase, as shares",
         [
-            phase_bar(group.label, split, (*IN_ITERATION, *OUTSIDE))
+            phase_bar(group.label, split)
             for group in context.plotted
             if (split := run_breakdown(group)) is not None
         ],
@@ -185,7 +184,7 @@ def phases(context: SectionContext) -> Iterator[Block]:
     yield table(
         splits,
         Column("configuration, per iteration", lambda one: one.group.label),
-        *map(_phase_column, IN_ITERATION),
+        *map(_phase_column, dict.fromkeys(phase for one in splits for phase in one.split.seconds)),
         Column("total", lambda one: one.split.total, formatting.seconds),
         *([Column("overlapped communication", _overlapped, formatting.seconds)] * has_overlap),
     )
@@ -248,13 +247,10 @@ def _listed(parts: Sequence[str]) -> str:
     return f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else "".join(parts)
 
 
-def phase_bar(
-    label: str, split: PhaseBreakdown, phases: Sequence[str], *, is_share: bool = True
-) -> Bar:
+def phase_bar(label: str, split: PhaseBreakdown, *, is_share: bool = True) -> Bar:
     """A bar with a part per phase; shares add up to one."""
     parts = []
-    for phase in phases:
-        seconds = split.seconds[phase]
+    for phase, seconds in split.seconds.items():
         text = f"{formatting.seconds(seconds)}, {formatting.share(split.share(phase))}"
         parts.append(Part(phase, split.share(phase) if is_share else seconds, text))
     return Bar(label, parts, formatting.seconds(split.total))
@@ -272,7 +268,7 @@ def phase_figure(name: str, title: str, bars: Sequence[Bar], *, is_share: bool =
         "share of the time" if is_share else "time per iteration",
         bars,
         "share" if is_share else "seconds",
-        [phase for phase in (*IN_ITERATION, *OUTSIDE) if phase in used],
+        [phase for phase in WALL_PHASES if phase in used],
         1.0 if is_share else None,
     )
     return Figure(name, title, draw_bars(chart))
@@ -287,7 +283,6 @@ def _rank_phases(context: SectionContext) -> Iterator[Figure]:
         phase_bar(
             f"rank {rank}" if len(found) == 1 else f"rank {rank}: {group.label}",
             split,
-            IN_ITERATION,
             is_share=False,
         )
         for group, splits in found
@@ -416,13 +411,13 @@ def _explanations(context: SectionContext) -> Iterator[Block]:
         found,
         Column("configuration", lambda one: one.slower),
         Column("longer by", lambda one: one.seconds, formatting.seconds),
-        *map(_explained_column, IN_ITERATION),
+        *map(_explained_column, dict.fromkeys(phase for one in found for phase in one.by_phase)),
         Column("explained", lambda one: one.explained_share, formatting.share),
     )
 
 
 def _explained_column(phase: str) -> Column[Explanation]:
-    return Column(phase, lambda one: one.by_phase[phase], formatting.seconds)
+    return Column(phase, lambda one: one.by_phase.get(phase), formatting.seconds)
 
 
 class RankRow(NamedTuple):
