@@ -18,6 +18,8 @@ state. Events are objects with an "event" key:
     iterations  a block: first (iteration), seconds [...], loss [...], learning_rate,
                 phases (seconds in each so far, in this process); asynchronous also
                 batch, part, ahead and behind [...]: docs/metrics.md
+    gradient_noise  of rank 0, norms of gradients in some iterations: iteration [...], small_batch,
+                batch, small_square and square [...]: docs/metrics.md
     evaluation  one entry of the result's history, with rank, wall_seconds, samples_per_second
     checkpoint  iteration, blocked_seconds
     warning     text
@@ -77,6 +79,19 @@ BETWEEN_ITERATIONS = ("evaluate", "checkpoint", "other")
 TRAFFIC_KINDS = ("gradients", "parameters", "buffers", "metrics", "control")
 MEMORY_KEYS = ("setup_bytes", "forward_bytes", "backward_bytes", "update_bytes", "peak_bytes")
 """Of a worker: memory after its setup, after each part of a step, and at the peak."""
+
+NOISE_SCALE_KEYS = (
+    "every",
+    "value",
+    "low",
+    "high",
+    "variance",
+    "gradient_square",
+    "batch",
+    "small_batch",
+    "measurements",
+)
+"""Of rank 0: the gradient noise scale at the end, its interval, and what it is based on."""
 
 RESULT_KEYS = (
     "id",
@@ -591,12 +606,32 @@ def is_memory(value: object) -> TypeGuard[dict[str, float | None]]:
     )
 
 
+def is_noise_scale(value: object) -> TypeGuard[dict[str, Any]]:
+    """Whether a value is the `noise_scale` of rank 0: an estimate, or why there is none."""
+    if not isinstance(value, dict) or not isinstance(value.get("reason"), str | None):
+        return False
+    figures = (value.get(key) for key in NOISE_SCALE_KEYS)
+    return all(figure is None or is_number(figure) for figure in figures)
+
+
 def cuda_graph_text(cuda_graph: Mapping[str, Any]) -> str:
     """Such as "5 graphs, captured in 70.00 ms", or "none: --cuda-graph off"."""
     if not cuda_graph["captured"]:
         return f"none: {cuda_graph['reason']}"
     spent = formatting.seconds(cuda_graph["capture_seconds"])
     return f"{cuda_graph['graphs']:,} graphs, captured in {spent}"
+
+
+def noise_scale_text(noise: Mapping[str, Any]) -> str:
+    """Such as "412 samples (95% interval 300 to 610), measured at batch size 64"."""
+    if noise.get("batch") is None:
+        return f"not measured: {noise['reason']}"
+    value, low, high = noise["value"], noise["low"], noise["high"]
+    text = "unknown" if value is None else f"{value:,.0f} samples"
+    if low is not None:
+        interval = f"at least {low:,.0f}" if high is None else f"{low:,.0f} to {high:,.0f}"
+        text += f" (95% interval {interval})"
+    return f"{text}, measured at batch size {noise['batch']:,.0f}"
 
 
 def format_name(precision: str, channels_last: bool) -> str:

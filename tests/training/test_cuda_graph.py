@@ -32,6 +32,7 @@ from paceline.data.pipeline import InputPipeline
 from paceline.data.resident import ResidentEvaluationPipeline, ResidentPipeline
 from paceline.data.sampling import GlobalBatchSampler
 from paceline.launch import launcher
+from paceline.measure.gradient_noise import GradientNoise
 from paceline.measure.memory import WorkerMemory
 from paceline.measure.phase_clock import CudaPhaseClock, PhaseClock
 from paceline.models.build import GroupedModel, build_model
@@ -134,6 +135,9 @@ class Trained:
             communicator=in_process.single(),
             clip_norm=config.clip_norm,
         )
+        if isinstance(config.noise_every, int):
+            noise = GradientNoise(config.noise_every, self.replica.scaler, by_microbatch=True)
+            self.replica.noise = noise
         strategy = create_strategy("single", {})
         strategy.setup(self.replica)
         step = TrainStep(
@@ -158,7 +162,7 @@ class Trained:
 def cache_of(backend: RecordingBackend, **options: Any) -> Callable[[Replica], GraphCache]:
     def make(replica: Replica) -> GraphCache:
         assert isinstance(replica.clock, CudaPhaseClock)
-        return GraphCache(backend, [replica.clock], **{"warmup": 2, **options})
+        return GraphCache(backend, [replica.clock, replica.noise], **{"warmup": 2, **options})
 
     return make
 
@@ -203,6 +207,22 @@ def test_captured_steps_equal_eager_steps(settings: dict[str, Any]) -> None:
     # Two warm-up steps of full batches and one of the smaller last batch are eager.
     assert backend.replays == 12 - 3
     assert captured.state == eager.state
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_captured_steps_measure_the_same_gradients(precision: str) -> None:
+    config = config_of(model="mlp", accumulate=2, noise_every=2, precision=precision, epochs=8)
+    backend = RecordingBackend()
+    noises = []
+    for graphs in (cache_of(backend), None):
+        trained = Trained(config, graphs)
+        noise = trained.replica.noise
+        noise.add_table(noise.take()[None])
+        noises.append((list(noise.samples), trained.state))
+    assert backend.replays > 12
+    assert noises[0] == noises[1]
+    # A few steps of fp16 may overflow.
+    assert len(noises[0][0]) > 8
 
 
 def test_shapes_after_the_first_need_one_eager_step() -> None:

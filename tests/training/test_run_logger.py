@@ -13,6 +13,7 @@ from torch import Tensor
 from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
 from paceline.config import RunConfig
+from paceline.measure.gradient_noise import GradientNoise
 from paceline.measure.phase_clock import PhaseClock
 from paceline.measure.tensorboard import TensorBoardWriter
 from paceline.records import EventWriter, read_iteration_seconds
@@ -37,6 +38,7 @@ class ScriptedTimes:
         self, step_seconds: list[list[float]], settled_phases: list[dict[str, float]] | None = None
     ) -> None:
         self.known_seconds: dict[str, float] = {}
+        self.noise = GradientNoise()
         self._step_seconds = step_seconds
         self._settled_phases = settled_phases or []
 

@@ -16,6 +16,7 @@ from paceline.records import (
     Result,
     is_cuda_graph,
     is_memory,
+    is_noise_scale,
     is_numerics,
 )
 from paceline.records import is_number as is_number
@@ -141,6 +142,8 @@ def _wrong_worker(worker: Mapping[str, Any]) -> str | None:
         return "a worker's numerics are damaged"
     if "cuda_graph" in worker and not is_cuda_graph(worker["cuda_graph"]):
         return "a worker's cuda_graph is damaged"
+    if "noise_scale" in worker and not is_noise_scale(worker["noise_scale"]):
+        return "a worker's noise_scale is damaged"
     return _not_numbers(timing, "iteration_seconds")
 
 

@@ -10,7 +10,7 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Collection
-from typing import Any
+from typing import Any, get_args
 
 from paceline.config import GROUPS, Option, Switch, fields, flag_of, option_of, type_of
 
@@ -64,7 +64,8 @@ def metavar(item: dataclasses.Field[Any]) -> str:
     if option.choices:
         return "|".join(option.choices) if "tuple" not in kind else ",".join(option.choices)
     if "Literal" in kind:
-        return "N|epoch|never"
+        words = (word for part in get_args(type_of(item)) for word in get_args(part))
+        return "|".join(["N", *words])
     if "int" in kind:
         return "N"
     if "float" in kind:

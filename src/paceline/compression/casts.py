@@ -14,6 +14,7 @@ class Uncompressed(Codec):
     """No compression: the baseline for all other codecs."""
 
     lossless = True
+    keeps_norm = True
 
     def exchange(self, key: str, gradient: Tensor, shapes: Shapes = ()) -> Exchange[Tensor]:
         return summed(gradient)
@@ -28,6 +29,8 @@ class BFloat16(Codec):
     Nothing overflows or underflows. Each entry is rounded by a relative error of at most 2^-8, and
     so is each addition, because the sum is computed in bfloat16 too.
     """
+
+    keeps_norm = True
 
     def exchange(self, key: str, gradient: Tensor, shapes: Shapes = ()) -> Exchange[Tensor]:
         total = yield from summed(gradient.to(torch.bfloat16))
@@ -51,6 +54,8 @@ class Float16(Codec):
     and removing it does not round. Entries keep 11 bits down to 2^-28 of the bound, and
     progressively fewer down to 2^-39, where they underflow.
     """
+
+    keeps_norm = True
 
     def exchange(self, key: str, gradient: Tensor, shapes: Shapes = ()) -> Exchange[Tensor]:
         maxima = yield from gathered(_largest_magnitude(gradient))

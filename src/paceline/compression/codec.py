@@ -62,6 +62,8 @@ class Codec(ABC):
 
     lossless: ClassVar[bool] = False
     """Whether the sum is exactly the uncompressed one."""
+    keeps_norm: ClassVar[bool] = False
+    """Whether the sum differs from the uncompressed one only by rounding."""
 
     @abstractmethod
     def exchange(self, key: str, gradient: Tensor, shapes: Shapes = ()) -> Exchange[Tensor]:

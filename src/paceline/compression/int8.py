@@ -33,6 +33,8 @@ MAX_CODE = 127
 class Int8(Codec):
     """8-bit quantization; `chunk` is the number of elements that share a scale."""
 
+    keeps_norm = True
+
     def __init__(self, *, chunk: int = 1024) -> None:
         check_option("chunk", chunk, minimum=1, maximum=10**16)
         self.chunk = chunk

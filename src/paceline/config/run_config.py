@@ -25,6 +25,9 @@ from paceline.errors import ConfigError
 Every = int | Literal["epoch", "never"]
 """An interval: a number of steps, every epoch, or never."""
 
+NoiseEvery = int | Literal["auto", "never"]
+"""Steps between measurements of the gradient noise scale."""
+
 MOST_SAMPLES = 10**12
 MOST_ITERATIONS = 10**12
 LARGEST_BATCH = 10**9
@@ -480,6 +483,14 @@ class RunConfig:
         "record a timeline of all phases and transfers for N steps",
         minimum=0,
         maximum=1000,
+    )
+    noise_every: NoiseEvery = setting(
+        "auto",
+        "records",
+        "measure the gradient noise scale in every Nth step; auto is 10, except in a CUDA graph",
+        minimum=1,
+        input_maximum=MOST_ITERATIONS,
+        mutable_on_resume=True,
     )
     tensorboard: bool = setting(
         True, "records", "write TensorBoard scalars", mutable_on_resume=True

@@ -44,6 +44,7 @@ from paceline.records import (
     explain_write_error,
     is_cuda_graph,
     is_memory,
+    is_noise_scale,
     is_number,
     is_numerics,
     read_json,
@@ -253,6 +254,8 @@ def _check_account(worker: dict[str, Any], what: str, rank: int) -> None:
         raise MalformedError(what, "bad value of numerics")
     if "cuda_graph" in worker and not is_cuda_graph(worker["cuda_graph"]):
         raise MalformedError(what, "bad value of cuda_graph")
+    if "noise_scale" in worker and not is_noise_scale(worker["noise_scale"]):
+        raise MalformedError(what, "bad value of noise_scale")
 
 
 def _check_numbers(value: object, what: str, names: Iterable[str]) -> None:

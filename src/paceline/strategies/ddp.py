@@ -46,6 +46,8 @@ DDP_WARMUP_STEPS = 11
 class Ddp(GradientAveraging):
     """Trains with DistributedDataParallel; a codec runs in a background thread."""
 
+    reports_own_gradients = True
+
     def __init__(
         self,
         *,
@@ -156,6 +158,8 @@ class Ddp(GradientAveraging):
             unchanged: Future[Tensor] = Future()
             unchanged.set_result(gradient)
             return unchanged
+        if self.replica.noise.wants_own:
+            self.replica.noise.add_own([gradient])
         interval = self._meter.begin()
         if self._background is not None:
             return self._reduce_in_background(bucket, self._background, interval)

@@ -94,6 +94,8 @@ class ReduceScatter(_Collective):
         async_op: bool = False,
     ) -> None:
         """Reduce the input; `op` is always a sum."""
+        if self._replica.noise.wants_own:
+            self._replica.noise.add_own([input_tensor])
         if self._uses_nccl:
             self._count(input_tensor, "gradients")
             options = dist.ReduceScatterOptions()
@@ -112,6 +114,8 @@ CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 class Fsdp(Strategy):
     """Shards the model with fully_shard; a single worker trains unsharded."""
+
+    reports_own_gradients = True
 
     def check(self, config: RunConfig) -> list[str]:
         problems = check_uses_torch(config)

@@ -152,6 +152,12 @@ class GradientAveraging(Strategy):
     def capture_obstacle(self) -> str | None:
         return self.reducer.capture_obstacle(self.replica.communicator)
 
+    def noise_obstacle(self) -> str | None:
+        codec = self.reducer.codec
+        if codec is not None and not codec.keeps_norm:
+            return "the codec changes the norm of the averaged gradient"
+        return super().noise_obstacle()
+
     def backward(self, loss: Tensor) -> None:
         self._update_loss_scale()
         codec = self.reducer.codec

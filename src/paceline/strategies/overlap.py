@@ -57,6 +57,8 @@ class BucketMeter(ExchangeMeter):
 class Overlap(GradientAveraging):
     """All-reduces buckets of gradients during the backward pass."""
 
+    reports_own_gradients = True
+
     def __init__(
         self,
         *,
@@ -178,7 +180,10 @@ class Overlap(GradientAveraging):
             self._start(self._buckets[started])
 
     def _start(self, bucket: Bucket) -> None:
-        interval, gradient = self._meter.begin(), bucket.gradient()
+        gradient = bucket.gradient()
+        if self.replica.noise.wants_own:
+            self.replica.noise.add_own([gradient])
+        interval = self._meter.begin()
 
         def reduce(communicator: Communicator) -> None:
             self.reducer.reduce(communicator, bucket.key, gradient, bucket.shapes)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from paceline.comm.communicator import Communicator
 from paceline.comm.connection import Connection
+from paceline.measure.gradient_noise import GradientNoise
 from paceline.measure.phase_clock import ExposedIntervals, PhaseClock
 from paceline.strategies.optimizer_step import (
     FusedSgdStep,
@@ -105,6 +106,8 @@ class Replica:
     """One connection per parameter server."""
     hidden_exchange_seconds: float = 0.0
     """Communication that overlapped the backward pass."""
+    noise: GradientNoise = field(default_factory=GradientNoise)
+    """Measures gradients in some steps, if the run does."""
     trainable: list[nn.Parameter] = field(init=False)
     _sync_norms: list[SyncBatchNorm] = field(init=False)
     _step: FusedSgdStep = field(init=False)
@@ -164,9 +167,20 @@ class Replica:
             if weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
 
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients of this rank: the flat buffer that contains them, if there is one.
+
+        They may be summed already.
+        """
+        if self.flat_gradients is not None:
+            return [self.flat_gradients]
+        return [weight.grad for weight in self.trainable if weight.grad is not None]
+
     def update(self) -> None:
         """Clip the gradients, run the optimizer and clear the gradients."""
         self.clock.enter("update")
+        if self.noise.is_measuring and self.communicator.rank == 0:
+            self.noise.add_summed(self.gradients())
         if self.clip_norm is not None or lacks_momentum(self.optimizer):
             self.scaler.unscale_(self.optimizer)
         if self.clip_norm is not None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import (
     ASGD,
     SGD,
@@ -94,6 +94,9 @@ class ShardedOptimizer:
         self._replica = replica
         self._communicator = communicator
         self._has_shards = bool(shards)
+        # Hosts that share their weights each have all shards.
+        is_only_copy = communicator.world_size == replica.communicator.world_size
+        self._is_measured = self._has_shards and (is_only_copy or replica.node == 0)
         self._weights = weights
         if not shards:
             # A rank without shards still counts steps and takes part in collectives.
@@ -114,6 +117,8 @@ class ShardedOptimizer:
         """Clip by the global gradient norm and run the optimizer. Collective."""
         replica, scaler = self._replica, self._replica.scaler
         replica.clock.enter("update")
+        if replica.noise.is_measuring and self._is_measured:
+            replica.noise.add_summed(self._gradients())
         for own, group in zip(
             self.optimizer.param_groups, replica.optimizer.param_groups, strict=True
         ):
@@ -127,9 +132,12 @@ class ShardedOptimizer:
         step_unless_overflow(scaler, self._step)
         scaler.update()
 
+    def _gradients(self) -> list[Tensor]:
+        return [shard.values.grad for shard in self._shards if shard.values.grad is not None]
+
     def _reduce_norm(self) -> None:
         """Clip by the global gradient norm and all-reduce the fp16 overflow flag. Collective."""
-        gradients = [shard.values.grad for shard in self._shards if shard.values.grad is not None]
+        gradients = self._gradients()
         norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in gradients]
         squares = torch.stack(norms).square().sum()
         scaler = self._replica.scaler

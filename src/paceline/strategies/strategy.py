@@ -54,6 +54,9 @@ class Strategy:
     """Whether all ranks compute the same iteration at the same time."""
     replicas_equal: bool = True
     """Whether all ranks hold the same weights after every step."""
+    reports_own_gradients: ClassVar[bool] = False
+    """Whether it reports this rank's gradients to `replica.noise`, because they are exchanged or
+    freed before `step` or are not in the weights' `grad`."""
     max_world_size: ClassVar[int | None] = None
     """The largest supported number of workers; None means no limit."""
     warmup_steps: int = 3
@@ -101,6 +104,15 @@ class Strategy:
         wait for the GPU.
         """
         return "the strategy does not support it"
+
+    def noise_obstacle(self) -> str | None:
+        """Return why the gradient noise scale cannot be measured; None if it can.
+
+        Called after `setup`.
+        """
+        return (
+            None if self.replicas_equal else "workers do not average their gradients in each step"
+        )
 
     def is_warm(self) -> bool:
         """Return whether the next steps repeat the GPU work of the last one.

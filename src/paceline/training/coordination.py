@@ -1,9 +1,9 @@
 """Coordination of synchronous ranks, about once a second.
 
-Ranks decide together whether to stop, adapt their shares of the batch to measured throughput, and
-split exposed communication into waiting and transfer: the time at which each rank reached a
-collective shows which rank the others waited for. All ranks take the same decisions, because all
-see the same numbers.
+Ranks decide together whether to stop, adapt their shares of the batch to measured throughput,
+combine their measurements of gradients, and split exposed communication into waiting and transfer:
+the time at which each rank reached a collective shows which rank the others waited for. All ranks
+take the same decisions, because all see the same numbers.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 from paceline.comm.communicator import Communicator
 from paceline.comm.objects import all_gather_scalars
 from paceline.config import RunConfig
+from paceline.measure.gradient_noise import GradientNoise
 from paceline.measure.phase_clock import ExposedIntervals, PhaseClock
 from paceline.strategies.replica import Replica
 from paceline.strategies.strategy import Strategy
@@ -27,6 +28,7 @@ SECONDS_BETWEEN = 1.0
 MAX_ITERATIONS_BETWEEN = 1000
 OFFSET_ROUNDS = 9
 
+_NOTHING = torch.empty(0, dtype=torch.float64)
 _STOP, _COMPUTE_SECONDS, _SAMPLES, _SECONDS_PER_ITERATION, _MEASURE_CLOCKS = range(5)
 
 
@@ -78,15 +80,22 @@ def exchange_stats(communicator: Communicator, stats: StepStats) -> Decision:
 
 
 def attribute_waits(
-    communicator: Communicator, clock: PhaseClock, exposed: ExposedIntervals, offset: ClockOffset
-) -> None:
+    communicator: Communicator,
+    clock: PhaseClock,
+    exposed: ExposedIntervals,
+    offset: ClockOffset,
+    along: Tensor = _NOTHING,
+) -> Tensor:
     """Move the time until the last rank arrived from phase exchange to wait. Collective.
 
-    `offset` is the offset of this rank's clock.
+    `offset` is the offset of this rank's clock. `along` are further values of this rank, which
+    travel in the same message; returns those of all ranks, one row per rank.
     """
     own = torch.frombuffer(exposed.began, dtype=torch.float64) if exposed.began else torch.empty(0)
     offsets = [offset.at(moment) for moment in exposed.began]
-    arrivals = all_gather_scalars(communicator, own + torch.tensor(offsets, dtype=torch.float64))
+    arrived = own + torch.tensor(offsets, dtype=torch.float64)
+    table = all_gather_scalars(communicator, torch.cat([along, arrived]))
+    arrivals = table[:, len(along) :]
     late = arrivals.amax(0) - arrivals[communicator.rank]
     lengths = torch.frombuffer(exposed.ended, dtype=torch.float64) - own if exposed.began else own
     waited = torch.minimum(late, lengths)
@@ -95,6 +104,7 @@ def attribute_waits(
         for began, seconds in zip(exposed.began, waited.tolist(), strict=True):
             clock.log.relabel("exchange", "wait", began, began + seconds)
     exposed.clear()
+    return table[:, : len(along)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +217,10 @@ class StepCoordinator:
         self._clock_seconds = MIN_CLOCK_INTERVAL_SECONDS
         self._iterations_left = 1
 
+    @property
+    def noise(self) -> GradientNoise:
+        return self._replica.noise
+
     def start(self) -> None:
         """Call right before the first step. Collective."""
         if self._is_coordinated:
@@ -229,6 +243,10 @@ class StepCoordinator:
     def after_step(self, seconds: float, samples: int, stop: bool) -> bool:
         """Report a step of this rank; return whether all ranks stop now. Collective."""
         if self._is_alone:
+            self._seconds += seconds
+            if self._seconds >= SECONDS_BETWEEN:
+                self._seconds = 0.0
+                self.settle()
             return stop
         if not self._is_coordinated:
             # Asynchronous ranks stop by their next assignment.
@@ -268,15 +286,23 @@ class StepCoordinator:
         self._clock_seconds = min(2 * self._clock_seconds, MAX_CLOCK_INTERVAL_SECONDS)
 
     def settle(self) -> None:
-        """Attribute the waits of the exchanges since the last call. Collective."""
-        if self._is_coordinated:
+        """Attribute waits, and combine measured gradients, since the last call. Collective."""
+        noise = self.noise
+        if self._is_alone:
+            noise.add_table(noise.take()[None])
+        elif self._is_coordinated:
             # Created by the strategy's setup, which may follow the creation of this object.
             if (meter := self._strategy.meter) is not None:
                 # All ranks must compare the same steps.
                 meter.settle()
-            attribute_waits(
-                self._communicator, self._clock, self._replica.exposed, self.clock_offset
+            table = attribute_waits(
+                self._communicator,
+                self._clock,
+                self._replica.exposed,
+                self.clock_offset,
+                noise.take(),
             )
+            noise.add_table(table)
             self._settled_phases = dict(self._clock.seconds)
 
     @property

@@ -160,6 +160,7 @@ class TrainingLoop:
         self._logger.flush()
         self._meter.settle()
         self._coordinator.settle()
+        self._logger.noise()
         self._assignments.end()
         # Before workers with a shard of the weights gather all of them.
         self._step.memory.steps_done()

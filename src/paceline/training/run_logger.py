@@ -14,6 +14,7 @@ from torch import Tensor
 
 from paceline.errors import DivergedError
 from paceline.measure.loss_block import LossBlock
+from paceline.measure.noise_scale import SAMPLE_KEYS
 from paceline.measure.phase_clock import PhaseClock
 from paceline.measure.tensorboard import TensorBoardWriter
 from paceline.records import EventWriter
@@ -126,6 +127,7 @@ class RunLogger:
             **(self._strategy.meter.take() if self._strategy.meter else {}),
         )
         self._show(block, losses, sum(seconds))
+        self.noise()
         if self._fails_on_divergence:
             _check_finite(block.first, losses)
         self._written = perf_counter()
@@ -166,6 +168,18 @@ class RunLogger:
         for name, seconds in spent.items():
             if total > 0 and phases[name]:
                 tensorboard.add(f"phases/{name}", seconds / total, iteration)
+
+    def noise(self) -> None:
+        """Write the measured gradients that all ranks have combined since the last call."""
+        noise = self._coordinator.noise
+        samples, noise.unwritten = noise.unwritten, []
+        if not samples:
+            return
+        values = {name: [getattr(each, name) for each in samples] for name in SAMPLE_KEYS}
+        self.events.write("gradient_noise", **values)
+        found = noise.estimate()
+        if self._tensorboard and found is not None and found.value is not None:
+            self._tensorboard.add("train/noise_scale", found.value, samples[-1].iteration + 1)
 
     def evaluation(self, entry: dict[str, Any]) -> None:
         self._last_metrics = entry["metrics"]

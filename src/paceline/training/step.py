@@ -91,9 +91,13 @@ class TrainStep:
         self.learning_rate = self._optimizer_rate = rate
         self._pipeline.seek(epoch, index)
         work = self._split(self._pipeline.order.batch_samples(index), shard)
+        samples = work.samples
+        if self._is_alone:
+            samples = -(-samples // work.microbatches)  # Of the first, as `tensor_split` has it.
+        is_measured = self.replica.noise.begin_step(iteration, samples, work.global_samples)
         if self._graphs is None:
             return self._update(work), work.samples
-        key = work, self.strategy.capture_key()
+        key = work, is_measured, self.strategy.capture_key()
         return self._graphs.run(key, lambda: self._update(work)), work.samples
 
     def compute(self, inputs: Tensor, targets: Tensor, weight: float = 1.0) -> Tensor:
@@ -145,12 +149,17 @@ class TrainStep:
         Apart from `work`, its operations must not depend on values of the program, so that they can
         be captured.
         """
+        noise = self.replica.noise
         self.replica.begin_batch(work.samples, work.global_samples)
         compute = self._compute_local if len(work.shards) == 1 else self._compute_global
         loss = compute(work)
         if self.memory.is_sampling:
             self.memory.sample("backward")
+        if noise.wants_own and not self.strategy.reports_own_gradients:
+            noise.add_own(self.replica.gradients())
         self.strategy.step()
+        if noise.is_measuring:
+            noise.end_step()
         if self.memory.is_sampling:
             self.memory.sample("update")
         return loss
@@ -167,6 +176,9 @@ class TrainStep:
         for number, (inputs, targets) in enumerate(microbatches, 1):
             self.replica.is_last_microbatch = number == count
             loss = self.compute(inputs, targets, len(targets) / work.global_samples)
+            if number == 1 and self._is_alone and self.replica.noise.is_measuring:
+                # Later microbatches add to these gradients.
+                self.replica.noise.add_own(self.replica.gradients())
             total = total + loss * (len(targets) / (end - begin))
         assert isinstance(total, Tensor)
         return total

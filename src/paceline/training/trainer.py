@@ -36,8 +36,10 @@ from paceline.errors import (
     UserCodeError,
     error_line,
 )
+from paceline.measure.gradient_noise import GradientNoise
 from paceline.measure.kernel_time import kernel_timer_for
 from paceline.measure.memory import WorkerMemory
+from paceline.measure.noise_scale import read_noise_samples
 from paceline.measure.phase_clock import CudaPhaseClock, PhaseClock, clock_for
 from paceline.measure.startup import StartupTimer
 from paceline.measure.tensorboard import TensorBoardWriter
@@ -78,6 +80,9 @@ from paceline.training.run_logger import RunLogger
 from paceline.training.run_state import Progress
 from paceline.training.step import TrainStep
 from paceline.training.step_times import describe_step, remembered
+
+NOISE_EVERY = 10
+"""Steps between measurements with --noise-every auto: they then take well below 1% of the time."""
 
 
 @dataclass(slots=True)
@@ -271,6 +276,7 @@ class Trainer:
         """Bring all ranks to the initial state or that of the checkpoint. Collective."""
         strategy = self.prepared.strategy
         strategy.setup(self.replica)
+        self.replica.noise = self._build_noise()
         if checkpoint:
             self.warnings += checkpoint.warnings
             if self.context.rank_info.rank == 0:
@@ -280,6 +286,7 @@ class Trainer:
             events = self.folder.events_file(self.context.rank_info.rank)
             steps = range(self.progress.steps_before, self.progress.steps)
             self.totals.restore(account, events, steps, checkpoint.iteration)
+            self.replica.noise.samples.extend(read_noise_samples(events, checkpoint.iteration))
             self.logger.recent_losses.extend(account.get("recent_losses", ()))
             self.logger.display.say(f"paceline: resuming after iteration {checkpoint.iteration}")
         if self.choice.step_seconds:
@@ -292,6 +299,25 @@ class Trainer:
         )
         for text in self.warnings:
             self.logger.warn(text)
+
+    def _build_noise(self) -> GradientNoise:
+        is_alone = self.replica.communicator.world_size == 1
+        every, reason = self.config.noise_every, self.prepared.strategy.noise_obstacle()
+        if every == "never":
+            reason = "--noise-every never"
+        elif reason is None and is_alone and self.config.accumulate == 1:
+            reason = "one worker has no smaller batches to compare with: use --accumulate 2 or more"
+        if isinstance(every, int) and reason is not None:
+            self.logger.display.say(f"paceline: gradient noise scale not measured: {reason}")
+        noise = GradientNoise(
+            scaler=self.replica.scaler,
+            reason=reason,
+            by_microbatch=is_alone,
+            is_recorded=self.context.rank_info.rank == 0,
+        )
+        if reason is None:
+            noise.every = every if isinstance(every, int) else NOISE_EVERY
+        return noise
 
     def train(self) -> None:
         tracer = self._build_tracer() if self.config.trace else None
@@ -360,11 +386,13 @@ class Trainer:
             self.capture_report = CaptureReport(reason=obstacle)
             return None, None
         assert isinstance(self.clock, CudaPhaseClock)
+        if config.noise_every == "auto" and self.replica.noise.every:
+            self.replica.noise.disable("steps are captured in a CUDA graph: use --noise-every N")
         # Training and evaluation never run at the same time, so their graphs can share memory.
         backend = CudaGraphBackend()
         step_graphs = GraphCache(
             backend,
-            [self.clock, *strategy.replay_observers()],
+            [self.clock, self.replica.noise, *strategy.replay_observers()],
             warmup=strategy.warmup_steps,
             is_warm=strategy.is_warm,
             model=self.replica.model,
@@ -494,6 +522,7 @@ class Trainer:
                 "startup_seconds": self.clock.startup.seconds,
                 "kernel_time": self.kernel_time,
                 "memory": self.prepared.memory.to_dict(),
+                **self._noise_account(),
                 **self._device_account(),
             },
             checkpoints=self.totals.checkpoints,
@@ -501,6 +530,11 @@ class Trainer:
             warnings=self.warnings,
             samples_before=self.progress.samples_before,
         )
+
+    def _noise_account(self) -> dict[str, Any]:
+        """Return an entry of rank 0; all ranks know the same."""
+        is_first = self.context.rank_info.rank == 0
+        return {"noise_scale": self.replica.noise.summary()} if is_first else {}
 
     def _device_account(self) -> dict[str, Any]:
         """Return the entries of a worker that trains on a GPU."""

@@ -111,12 +111,16 @@ class ServerClient:
             )
         self._receive_acknowledgments()
 
-    def step(self, rate: float, clip_norm: float | None) -> None:
-        """Update the weights with the sum of all workers' gradients. Collective."""
+    def step(self, rate: float, clip_norm: float | None, is_measured: bool = False) -> float:
+        """Update the weights with the sum of all workers' gradients. Collective.
+
+        Returns the squared norm of the sum, before it is clipped; 0 unless `is_measured`.
+        """
         self._stage_gradients()
         if clip_norm is None or not self._others:
             for server in self._servers:
-                server.send_gradient(Request.STEP, rate, clip_norm or 0.0)
+                server.send_gradient(Request.STEP, rate, clip_norm or 0.0, is_measured)
+            squares = sum(server.receive_weights()[0] for server in self._servers)
         else:
             # The norm is that of the gradients on all servers.
             for server in self._servers:
@@ -124,9 +128,10 @@ class ServerClient:
             squares = sum(server.receive_numbers()[0] for server in self._servers)
             for server in self._servers:
                 server.request(Request.APPLY, rate, clip_factor(squares, clip_norm))
-        for server in self._servers:
-            server.receive_weights()
+            for server in self._servers:
+                server.receive_weights()
         self._load_weights()
+        return squares
 
     def push(self, rate: float | None) -> int:
         """Update the weights with this worker's gradient; None means that it has none.

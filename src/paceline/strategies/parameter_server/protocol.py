@@ -40,8 +40,8 @@ class Request(IntEnum):
     BEGIN = 2
     """(elements with weight decay, which come first), initial weights -> acknowledgment."""
     STEP = 3
-    """(learning rate, norm to clip by or 0), gradient -> new weights, after all workers'
-    requests."""
+    """(learning rate, norm to clip by or 0, whether to measure), gradient -> (sum of squares of the
+    total gradient, if measured), new weights, after all workers' requests."""
     SUM = 4
     """Gradient -> (sum of squares of the total gradient), after all workers' requests."""
     APPLY = 5

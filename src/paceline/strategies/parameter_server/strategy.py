@@ -121,8 +121,11 @@ class ParameterServer(ServerStrategy):
     def step(self) -> None:
         rate = float(self.replica.optimizer.param_groups[0]["lr"])
         if self.synchronous:
+            noise = self.replica.noise
             with self.replica.exposed_communication():
-                self._servers.step(rate, self.replica.clip_norm)
+                square = self._servers.step(rate, self.replica.clip_norm, noise.is_measuring)
+            if noise.is_measuring and self.replica.communicator.rank == 0:
+                noise.add_summed_square(square)
             self.replica.clear_gradients()
             return
         fraction, clip_norm = self.replica.batch_fraction, self.replica.clip_norm

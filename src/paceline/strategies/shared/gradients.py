@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.comm.buffers import memcpy
 from paceline.errors import RunError
+from paceline.measure.gradient_noise import GradientNoise
 from paceline.strategies.flat_buffer import FlatBuffer
 from paceline.strategies.replica import Replica
 from paceline.strategies.sharded import ParameterShard
@@ -33,6 +34,9 @@ class SharedGradients(Protocol):
 
     def publish(self) -> int:
         """Make this rank's gradients readable by other ranks; returns the bytes they will read."""
+
+    def measure_own(self, noise: GradientNoise) -> None:
+        """Measure this rank's gradients, between `publish` and `reduce`."""
 
     def reduce(self) -> int:
         """Sum this rank's shard, after all ranks have published; returns the bytes read."""
@@ -76,6 +80,9 @@ class InPlaceGradients:
                     view.copy_(weight.grad)
                 weight.grad = view
         return self._gradient_bytes if self._is_read else 0
+
+    def measure_own(self, noise: GradientNoise) -> None:
+        noise.add_own([self._own])
 
     def reduce(self) -> int:
         for other in self._others:
@@ -161,6 +168,15 @@ class PublishedGradients:
             published_bytes += factored.published_bytes
         return published_bytes
 
+    def measure_own(self, noise: GradientNoise) -> None:
+        published = [one for one in self._published if not one.is_factored]
+        parts = [target for one in published for _, target in one.targets]
+        parts += [own for owned in self._owned if (own := owned.unfactored()) is not None]
+        if parts:
+            noise.add_own(parts)
+        for factored in self._factored:
+            noise.add_own_square(factored.square())
+
     def reduce(self) -> int:
         for owned in self._owned:
             total = owned.reduce()
@@ -209,6 +225,12 @@ class _OwnedShard:
         for other in self._unfactored():
             total.add_(other)
         return total
+
+    def unfactored(self) -> Tensor | None:
+        """Return the shard of this rank's own gradient; None if it has none or factors."""
+        if self.factored is not None or self.weight.grad is None:
+            return None
+        return _in_memory_order(self.weight)[self.shard.elements]
 
     def read_bytes(self) -> int:
         read_bytes = sum(other.nbytes for other in self._unfactored())

@@ -80,6 +80,14 @@ class LinearGradientFactors:
             product.zero_()
         return product.view(-1)[elements.start - first * width : elements.stop - first * width]
 
+    def square(self) -> Tensor:
+        """Return the squared norm of this rank's gradient, without multiplying its factors."""
+        inputs, gradients = self._own.inputs[: self._rows], self._own.gradients[: self._rows]
+        square = (inputs.mm(inputs.t()) * gradients.mm(gradients.t())).sum()
+        if (plain := self.weight.grad) is not None:
+            square += plain.square().sum() + 2 * (gradients.mm(plain) * inputs).sum()
+        return square
+
     def read_bytes(self, elements: slice, ranks: Iterable[int]) -> int:
         """Return the bytes that `multiply` reads from the factors of some ranks."""
         first, last = self._rows_of(elements)

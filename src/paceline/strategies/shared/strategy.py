@@ -96,6 +96,8 @@ def shard_count(weights: Sequence[nn.Parameter], ranks: int) -> int:
 class SharedWeights(Strategy):
     """Shares weights and optimizer state among the ranks of a host."""
 
+    reports_own_gradients = True
+
     def check(self, config: RunConfig) -> list[str]:
         return check_elementwise(config)
 
@@ -184,6 +186,8 @@ class SharedWeights(Strategy):
     def _sum_shard(self) -> None:
         groups, traffic = self._groups, self.replica.communicator.traffic
         published_bytes = self._gradients.publish()
+        if self.replica.noise.wants_own:
+            self._gradients.measure_own(self.replica.noise)
         publishing = traffic.begin(
             "gradients", bytes_sent=published_bytes, messages=bool(published_bytes)
         )
