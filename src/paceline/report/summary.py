@@ -22,6 +22,7 @@ from paceline.records import (
     Result,
     RunFolder,
     cuda_graph_text,
+    noise_scale_text,
     numerics_text,
     settings_of,
 )
@@ -136,6 +137,8 @@ def summary_rows(result: Result, step_seconds: float | None) -> list[tuple[str, 
         rows.append(("precision", numerics_text(numerics)))
     if cuda_graph := result["workers"][0].get("cuda_graph"):
         rows.append(("CUDA graph", cuda_graph_text(cuda_graph)))
+    if shows_noise(result):
+        rows.append(("noise scale", noise_scale_text(result["workers"][0]["noise_scale"])))
     if startup := result["workers"][0].get("startup_seconds"):
         rows.append(("start-up", startup_text(startup)))
     if text := unrecorded_text(result["workers"]):
@@ -157,6 +160,14 @@ def summary_rows(result: Result, step_seconds: float | None) -> list[tuple[str, 
             )
         )
     return rows
+
+
+def shows_noise(result: Result) -> bool:
+    """Whether the gradient noise scale was measured, or asked for."""
+    noise = result["workers"][0].get("noise_scale")
+    if noise is None:
+        return False
+    return noise.get("batch") is not None or isinstance(result["config"].get("noise_every"), int)
 
 
 def shows_numerics(numerics: Mapping[str, Any] | None) -> TypeGuard[Mapping[str, Any]]:

@@ -21,6 +21,7 @@ SECTION_NAMES = (
     "winners",
     "curves",
     "accuracy",
+    "noise_scale",
     "evaluations",
     "step_cost",
     "iteration_time",

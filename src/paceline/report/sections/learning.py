@@ -19,6 +19,7 @@ from paceline.analysis.accuracy import (
     summarize_target,
 )
 from paceline.analysis.events import read_evaluations
+from paceline.analysis.noise_scale import final_noise_scale, noise_curve
 from paceline.analysis.repeats import evaluation_curve, training_loss_curve
 from paceline.analysis.run_group import RunGroup
 from paceline.analysis.sampling_order import MAX_SAMPLES, SamplingOrder, sampling_order
@@ -276,6 +277,57 @@ def _single_accuracy(only: AccuracySummary) -> str:
         return f"{text}; the test loss had not converged"
     epoch = _epochs_text(only.convergence_epochs, only)
     return f"{text}; the test loss converged after epoch {epoch}"
+
+
+@section("noise_scale", "Gradient noise scale")
+def noise_scale(context: SectionContext) -> Iterator[Block]:
+    measured = [
+        (group, noise)
+        for group in context.groups
+        for run in group.shown[:1]
+        if (noise := final_noise_scale(run)) is not None and noise.get("batch") is not None
+    ]
+    if not measured:
+        return
+    series = [
+        curve_series(group.label, curve.as_curve(), context.color_index(group))
+        for group, _ in measured
+        if context.is_plotted(group) and (curve := noise_curve(group.shown[0])) is not None
+    ]
+    if any(len(one.x) > 1 for one in series):
+        chart = LineChart(
+            label="Gradient noise scale against iteration",
+            x_label="iteration",
+            y_label="noise scale (samples)",
+            series=series,
+            y_top=_steady_top(series),
+        )
+        yield line_figure(context.figure_name("noise-scale"), chart)
+    yield table(
+        measured,
+        Column("configuration", lambda row: row[0].label),
+        Column("batch size", lambda row: row[1]["batch"], formatting.count),
+        Column("noise scale at the end", lambda row: row[1]["value"], formatting.count),
+        Column("95% interval", lambda row: _noise_interval(row[1])),
+        Column("measured steps", lambda row: row[1]["measurements"], formatting.count),
+    )
+    yield note(
+        "In samples, of the first repeat. Far below the noise scale, doubling the batch halves the"
+        " steps to a loss; far above it, the steps hardly change. This rests on assumptions: check"
+        " it with short runs at other batch sizes."
+    )
+
+
+def _steady_top(series: Sequence[Series]) -> float:
+    """Limit of the axis: the first estimates have intervals that would flatten the rest."""
+    return 1.5 * max(max(one.y[len(one.y) // 5 :]) for one in series)
+
+
+def _noise_interval(noise: dict[str, Any]) -> str | None:
+    if noise["low"] is None:
+        return None
+    high = "" if noise["high"] is None else f"{noise['high']:,.0f}"
+    return f"{noise['low']:,.0f}–{high}" if high else f"at least {noise['low']:,.0f}"
 
 
 @section("evaluations", "Evaluations")
