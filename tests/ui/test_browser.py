@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.records import FakeRun, write_run
+from tests.support.script_records import BALANCED, FakeScript, write_script
 from tests.support.serving import browser, served
 
 LIMIT_SECONDS = 90
@@ -54,6 +55,21 @@ def test_a_run_shows_up_grows_and_its_report_opens(tmp_path: Path) -> None:
         wait(page, lambda: bool(page.find_elements("css selector", "svg.chart")))
         complaints = [entry["message"] for entry in page.get_log("browser")]
     assert complaints == []
+
+
+@pytest.mark.browser
+def test_a_profiled_script_has_findings_and_no_test_set(tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    report = {"event": "hang", "seconds": 61.0, "first_rank": None, "mismatches": [], "ranks": []}
+    slow = [{**BALANCED, "wait": 0.003}, {**BALANCED, "forward": 0.007}]
+    write_script(root, FakeScript(slow, more={"post_mortem": [report]}))
+    with served(root) as address, browser(tmp_path / "profile") as page:
+        page.get(f"{address}/run/profiled")
+        wait(page, lambda: "Straggler: rank 1" in page.find_element("id", "findings").text)
+        text = page.find_element("id", "post-mortems").text
+        assert text == "Why training stopped\nNo rank has made progress for 61.0 s."
+        assert not page.find_element("id", "test").is_displayed()
+        assert page.get_log("browser") == []
 
 
 @pytest.mark.browser

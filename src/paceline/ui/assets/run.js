@@ -18,7 +18,8 @@ const figure = document.getElementById("figure");
 const phases = new Map(); // Worker -> seconds by phase.
 document.getElementById("report").href = `/report/${path}`;
 // What a profiled script evaluates is not known.
-document.getElementById("of-test").hidden = heading.dataset.kind === "profile";
+const isProfile = heading.dataset.kind === "profile";
+document.getElementById("of-test").hidden = isProfile;
 
 function make(kind, attributes, text) {
   const node = document.createElementNS(SVG, kind);
@@ -125,7 +126,9 @@ function drawPhases() {
   }
   document.getElementById("phases").replaceChildren(...bars);
   const whose = workers.length > 1 ? `all ${workers.length} workers` : "worker 0";
-  document.getElementById("whose").textContent = `training, without startup; shares of ${whose}`;
+  // Ranks of a script are compared only in its report.
+  const exchange = isProfile ? "; exchange includes wait" : "";
+  document.getElementById("whose").textContent = `training, without startup; shares of ${whose}${exchange}`;
   const whole = sum(workers.flatMap(([, spent]) => Object.values(spent)));
   const keys = PHASES.map((phase) => [phase, sum(workers.map(([, spent]) => spent[phase] || 0)) / whole])
     .filter(([, share]) => share >= 0.0005)
