@@ -58,7 +58,9 @@ def test_summary_and_report_show_the_measured_noise_scale(
     report = write_report(path)
     assert "Gradient noise scale against iteration" in report.page.read_text()
     page = report.page.with_suffix(".md").read_text()
-    assert f"| 64 | {found.value:,.0f} | {low}–{high} | 100 |" in page
+    assert f"| noise scale at the end | {found.value:,.0f} |" in page
+    assert f"| 95% interval | {low}–{high} |" in page
+    assert "| measured steps | 100 |" in page
     curve = noise_curve(open_run(path))
     assert curve is not None
     assert curve.iterations[-1] == 1000
