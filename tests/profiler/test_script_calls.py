@@ -245,6 +245,38 @@ def test_collectives_can_be_compiled_during_and_after_a_profile(tmp_path: Path) 
     assert done.stdout.splitlines() == ["[3.0, 3.0]"] * 2, done.stderr
 
 
+COMPILED_FRAMES = """
+import torch, torch.distributed as dist
+from paceline.profiler.session import start, stop
+
+dist.init_process_group("gloo", init_method="file://{folder}/store", rank=0, world_size=1)
+
+def compiled_frames():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    compiled = torch.compile(model, backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        compiled(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    return torch._dynamo.utils.counters["frames"]["total"]
+
+first, before = compiled_frames(), compiled_frames()
+measured = start("{folder}")
+during = compiled_frames()
+stop(measured)
+print(before > 0, during - before)
+dist.destroy_process_group()
+"""
+
+
+def test_the_profiler_itself_is_not_compiled(tmp_path: Path) -> None:
+    script = COMPILED_FRAMES.format(folder=tmp_path)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["True 0"], done.stderr
+
+
 def test_a_script_may_set_only_some_variables_of_a_launcher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -96,9 +96,9 @@ def test_replaced_functions_can_be_sent_to_another_process(
     replaced: list[tuple[Any, str, Any]] = []
     replace = Hooks.replace
 
-    def note(hooks: Hooks, owner: Any, name: str, make: Any) -> None:
+    def note(hooks: Hooks, owner: Any, name: str, make: Any, **options: bool) -> None:
         replaced.append((owner, name, getattr(owner, name)))
-        replace(hooks, owner, name, make)
+        replace(hooks, owner, name, make, **options)
 
     monkeypatch.setattr(Hooks, "replace", note)
     signature = inspect.signature(torch.save)

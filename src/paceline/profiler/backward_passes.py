@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +61,7 @@ class BackwardPasses:
             if len(self._passes) >= MAX_PASSES:
                 self._passes.clear()
             known = self._passes[task] = _Pass()
-            Variable._execution_engine.queue_callback(lambda: self._computed(task))
+            Variable._execution_engine.queue_callback(partial(self._computed, task))
         known.collectives.append((position, future))
         known.is_on_gpu |= future is None
 
@@ -81,7 +82,7 @@ class BackwardPasses:
             else:
                 # While DDP waits, the callback delays no computation.
                 future.add_done_callback(self._recorder.ender(None, position))
-        Variable._execution_engine.queue_callback(lambda: self._synchronized(task))
+        Variable._execution_engine.queue_callback(partial(self._synchronized, task))
 
     def _synchronized_(self, task: int) -> None:
         known, log = self._passes.pop(task, None), self._recorder.log

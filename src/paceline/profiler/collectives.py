@@ -55,7 +55,7 @@ from paceline.profiler.collective_operations import Operation, transfer_counts
 from paceline.profiler.ddp import DdpModels
 from paceline.profiler.gloo_threads import wait_until_idle
 from paceline.profiler.gpu_times import GpuInterval
-from paceline.profiler.hooks import Guard, Hooks
+from paceline.profiler.hooks import Guard, Hooks, never_compile
 from paceline.profiler.python_groups import PythonGroups
 
 EXACT_FIRST, EXACT_SHARE = 64, 8
@@ -257,7 +257,7 @@ class CollectiveRecorder:
 
     def _implement(self, namespace: str, name: str, kernel: Callable[..., Any]) -> None:
         library = torch.library.Library(namespace, "IMPL")
-        library.impl(name, kernel, "BackendSelect", with_keyset=True)
+        library.impl(name, never_compile(kernel), "BackendSelect", with_keyset=True)
         self._libraries.append(library)
 
     # The life of a collective

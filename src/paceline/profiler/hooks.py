@@ -11,7 +11,7 @@ import functools
 import sys
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.utils.data.dataloader as dataloader
@@ -32,6 +32,8 @@ NO_MODEL = frozenset(("other", "update", "evaluate"))
 SAVER = "torch.distributed.checkpoint.state_dict_saver"
 """Its function `_save_state_dict` writes a distributed checkpoint."""
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
 Guard = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Makes a function that never raises: after an exception, the profiler stops."""
 
@@ -44,10 +46,14 @@ class Hooks:
         self._handles: list[RemovableHandle] = []
         self._make_save: Callable[[Any], Any] | None = None
 
-    def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        """Replace an attribute by `make(original)`."""
+    def replace(
+        self, owner: Any, name: str, make: Callable[[Any], Any], *, is_compiled: bool = False
+    ) -> None:
+        """Replace an attribute by `make(original)`; `is_compiled`: torch.compile may compile it."""
         original = getattr(owner, name)
         replacement = named_like(make(original), original, owner, name)
+        if not is_compiled:
+            never_compile(replacement)
         self._set(owner, name, replacement)
         if isinstance(owner, ModuleType):
             # pickle finds a function in the module that defines it.
@@ -90,7 +96,10 @@ class Hooks:
 
     def _hook_models(self, tracker: StepTracker, call_model: Callable[..., Any]) -> None:
         self.replace(
-            nn.Module, "__call__", lambda original: measured_call(original, tracker, call_model)
+            nn.Module,
+            "__call__",
+            lambda original: measured_call(original, tracker, call_model),
+            is_compiled=True,
         )
 
     def _hook_graphs(self, replay_graph: Callable[..., Any]) -> None:
@@ -180,6 +189,18 @@ class Hooks:
 
         self.replace(torch, "save", make)
         self._make_save = make
+
+
+def never_compile(function: Function, *, with_callees: bool = False) -> Function:
+    """Make torch.compile leave a function alone, as it does functions of torch.
+
+    It would compile a function that code between its graphs calls, which takes seconds.
+    """
+    dynamo = torch._C._dynamo.eval_frame
+    skip, default = dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT
+    strategy = dynamo._FrameExecStrategy(skip, skip if with_callees else default)
+    dynamo.set_code_exec_strategy(function.__code__, strategy)
+    return function
 
 
 def named_like(replacement: Any, original: Any, owner: Any, name: str) -> Any:

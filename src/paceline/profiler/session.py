@@ -18,7 +18,7 @@ import torch.distributed
 from paceline.errors import error_line
 from paceline.profiler import WARNINGS_FILE
 from paceline.profiler.device_copies import DeviceCopies
-from paceline.profiler.hooks import Hooks
+from paceline.profiler.hooks import Hooks, never_compile
 from paceline.profiler.overhead import measure_hook_costs
 from paceline.profiler.process_facts import ProcessFacts
 from paceline.profiler.process_use import process_use
@@ -110,7 +110,7 @@ class Session:
                     self.fail(error)
             return None
 
-        return call
+        return never_compile(call, with_callees=True)
 
     def fail(self, error: Exception) -> None:
         self._is_open = False
