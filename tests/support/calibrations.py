@@ -14,7 +14,7 @@ from paceline.plan.calibration import (
 from paceline.plan.links import Link
 
 LINK = Link(1e9, 0.0)
-SIZES = (2**10, 2**14, 2**18, 2**22, 2**26)
+SIZES = (4, 64, 1024, 2**20, 2**22, 2**24, 2**26)
 
 
 def timing(

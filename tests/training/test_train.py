@@ -54,8 +54,11 @@ def test_result_has_every_documented_key(tmp_path: Path) -> None:
     (worker,), (node,) = result["workers"], result["nodes"]
     assert set(worker) >= {
         "rank", "node", "samples", "wall_seconds", "iteration_seconds", "phases",
-        "hidden_exchange_seconds", "after_first", "traffic", "memory",
+        "hidden_exchange_seconds", "after_first", "traffic", "memory", "tensor_bytes",
     }  # fmt: skip
+    # A LeNet: weight and bias of two convolutions and two linear layers.
+    assert len(worker["tensor_bytes"]) == 8
+    assert worker["tensor_bytes"][-1] == 10 * 4
     assert set(worker["iteration_seconds"]) == {"first", "mean", "median", "p95"}
     assert tuple(worker["phases"]) == PHASES
     assert set(node) >= {

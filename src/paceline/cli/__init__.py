@@ -39,6 +39,7 @@ COMMANDS = {
     "study": "study",
     "compare": "compare",
     "report": "report",
+    "plan": "plan",
     "ui": "ui",
     "comm": "comm",
     "cluster": "cluster",

@@ -167,6 +167,12 @@ class Calibration:
     def gradient_bytes(self) -> int:
         return sum(gradient.size_bytes for gradient in self.gradients)
 
+    def links(self) -> list[Link]:
+        """The links between hosts that runs or collectives were measured on."""
+        found = [run.link for run in self.runs if run.hosts > 1]
+        found += [timing.link for timing in self.collectives if timing.hosts > 1]
+        return [link for link in dict.fromkeys(found) if link is not None]
+
     def to_dict(self) -> dict[str, Any]:
         """Return the contents of a calibration file."""
         return {"schema": SCHEMA, "kind": KIND, "version": VERSION, **dataclasses.asdict(self)}

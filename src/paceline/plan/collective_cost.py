@@ -98,22 +98,32 @@ class CollectiveTime:
 NO_TIME = CollectiveTime(0.0, 0.0)
 
 
+SMALL_BYTES = 2**17
+"""Rounds up to this size show the latency: they fit in socket buffers and in a link's burst."""
+
+
 class RoundTimes:
-    """Seconds of a round by link bytes, on one link."""
+    """Seconds of a round by link bytes: at least the latency, and linear for large rounds.
+
+    The line need not start at the latency. A token bucket lets the first bytes pass at once, which
+    lowers it; a sum after each transfer raises it.
+    """
 
     def __init__(
         self,
-        link_bytes: Sequence[float] | Floats,
-        seconds: Sequence[float] | Floats,
+        latency_seconds: float,
+        seconds_per_byte: float,
+        offset_seconds: float | None = None,
+        *,
         round_trip_seconds: float = 0.0,
         round_trips: float = ROUND_TRIPS,
+        largest_bytes: float = math.inf,
     ) -> None:
-        """`link_bytes` ascend. Between two sizes, times are linear; beyond the last, too."""
-        self.link_bytes = np.asarray(link_bytes, dtype=np.float64)
-        # A larger round never takes less time: a dip is noise.
-        self.seconds = np.maximum.accumulate(np.asarray(seconds, dtype=np.float64))
+        self.latency_seconds, self.seconds_per_byte = latency_seconds, seconds_per_byte
+        self.offset_seconds = latency_seconds if offset_seconds is None else offset_seconds
+        self.largest_bytes = largest_bytes
+        """Of the measured rounds."""
         self._round_trip_seconds, self._round_trips = round_trip_seconds, round_trips
-        self.seconds_per_byte = self._slope()
 
     @classmethod
     def of(
@@ -122,13 +132,12 @@ class RoundTimes:
         round_trips: float = ROUND_TRIPS,
         random: np.random.Generator | None = None,
     ) -> RoundTimes:
-        """From a measurement; with `random`, from a bootstrap sample of it.
+        """Fit a measurement; with `random`, a bootstrap sample of it.
 
         The time of unequal rounds is divided by the number of rounds, and their bytes too.
         """
-        points = sorted(timing.points, key=lambda point: point.size_bytes)
         sizes, seconds = [], []
-        for point in points:
+        for point in timing.points:
             rounds = rounds_of(timing.operation, timing.algorithm, timing.workers, point.size_bytes)
             samples = np.asarray(point.seconds)
             if random is not None:
@@ -136,30 +145,24 @@ class RoundTimes:
             count = sum(each.count for each in rounds)
             sizes.append(sum(each.count * each.link_bytes for each in rounds) / count)
             seconds.append(float(np.median(samples)) / count)
-        round_trip = timing.link.round_trip_seconds if timing.link else 0.0
-        return cls(sizes, seconds, round_trip, round_trips)
-
-    def _slope(self) -> float:
-        """Seconds per byte beyond the largest measured size: that of the largest quarter."""
-        if len(self.link_bytes) < 2:
-            return float(self.seconds[-1] / max(self.link_bytes[-1], 1.0))
-        begin = max(0, len(self.link_bytes) - max(2, len(self.link_bytes) // 4 + 1))
-        spread = self.link_bytes[-1] - self.link_bytes[begin]
-        return float((self.seconds[-1] - self.seconds[begin]) / spread)
-
-    @property
-    def largest_bytes(self) -> float:
-        return float(self.link_bytes[-1])
+        latency, slope, offset = _fit(np.array(sizes), np.array(seconds))
+        return cls(
+            latency,
+            slope,
+            offset,
+            round_trip_seconds=timing.link.round_trip_seconds if timing.link else 0.0,
+            round_trips=round_trips,
+            largest_bytes=max(sizes),
+        )
 
     @property
     def delay_seconds(self) -> float:
         """The part of each round in which the link is idle."""
-        return min(self._round_trips * self._round_trip_seconds, float(self.seconds[0]))
+        return min(self._round_trips * self._round_trip_seconds, self.latency_seconds)
 
     def __call__(self, link_bytes: float) -> float:
-        beyond = max(0.0, link_bytes - self.largest_bytes)
-        measured = float(np.interp(link_bytes, self.link_bytes, self.seconds))
-        return measured + beyond * self.seconds_per_byte
+        line = self.offset_seconds + link_bytes * self.seconds_per_byte
+        return max(self.latency_seconds, line)
 
     def time(self, rounds: Sequence[Rounds]) -> CollectiveTime:
         total = math.fsum(each.count * self(each.link_bytes) for each in rounds)
@@ -177,18 +180,61 @@ class RoundTimes:
             return self
         trips = self._round_trips * (link.round_trip_seconds - measured.round_trip_seconds)
         slower = 1 / link.bytes_per_second - 1 / measured.bytes_per_second
-        floor = np.minimum(
-            self.seconds, self.link_bytes * max(1 / link.bytes_per_second, least_seconds_per_byte)
+        least = max(1 / link.bytes_per_second, least_seconds_per_byte)
+        return RoundTimes(
+            max(self.latency_seconds + trips, LEAST_LATENCY_SECONDS),
+            max(self.seconds_per_byte + slower, least),
+            self.offset_seconds + trips,
+            round_trip_seconds=link.round_trip_seconds,
+            round_trips=self._round_trips,
+            largest_bytes=self.largest_bytes,
         )
-        seconds = np.maximum(self.seconds + trips + slower * self.link_bytes, floor)
-        return RoundTimes(self.link_bytes, seconds, link.round_trip_seconds, self._round_trips)
+
+
+LEAST_LATENCY_SECONDS = 1e-5
+
+
+def _fit(sizes: Floats, seconds: Floats) -> tuple[float, float, float]:
+    """Latency, seconds per byte and offset of the line."""
+    is_small = sizes <= SMALL_BYTES
+    if is_small.all() or not is_small.any():
+        # One kind of rounds shows only a line.
+        slope, offset = _robust_line(sizes, seconds)
+        return max(offset, 0.0), slope, max(offset, 0.0)
+    latency = float(np.median(seconds[is_small]))
+    if (~is_small).sum() == 1:
+        slope = float(max(seconds[~is_small][0] - latency, 0.0) / sizes[~is_small][0])
+        return latency, slope, latency
+    slope, offset = _robust_line(sizes[~is_small], seconds[~is_small])
+    if (~is_small).sum() == 2:
+        # Two sizes cannot tell an offset from noise.
+        anchored = np.median((seconds[~is_small] - latency) / sizes[~is_small])
+        return latency, float(max(anchored, 0.0)), latency
+    return latency, slope, offset
+
+
+def _robust_line(sizes: Floats, seconds: Floats) -> tuple[float, float]:
+    """Slope and offset by least squares of relative errors, with little weight on outliers."""
+    if len(sizes) == 1:
+        return float(seconds[0] / max(sizes[0], 1.0)), 0.0
+    weights = 1 / seconds
+    slope = offset = 0.0
+    for _ in range(10):
+        slope, offset = (float(each) for each in np.polyfit(sizes, seconds, 1, w=weights))
+        if slope <= 0:
+            return float(np.median(seconds / np.maximum(sizes, 1.0))), 0.0
+        errors = np.abs(seconds - offset - slope * sizes) / seconds
+        scale = max(float(np.median(errors)), 0.01)
+        weights = 1 / seconds / np.sqrt(np.maximum(errors / (2 * scale), 1.0))
+    return slope, offset
 
 
 def nominal_round_times(link: Link, overhead_seconds: float = 50e-6) -> RoundTimes:
     """A link that was not measured: one round trip, and the nominal bandwidth."""
-    sizes = np.array([1.0, 2.0**30])
-    seconds = overhead_seconds + link.round_trip_seconds + sizes / link.bytes_per_second
-    return RoundTimes(sizes, seconds, link.round_trip_seconds)
+    latency = overhead_seconds + link.round_trip_seconds
+    return RoundTimes(
+        latency, 1 / link.bytes_per_second, round_trip_seconds=link.round_trip_seconds
+    )
 
 
 def measured_round_trips(timings: Sequence[CollectiveTiming]) -> float:

@@ -59,10 +59,15 @@ class CollectiveTimes:
         link: Link | None,
     ) -> CollectiveTime:
         """MissingMeasurementError if neither this nor a similar collective was measured."""
+        times = self.rounds(operation, algorithm, hosts, link)
+        return times.time(rounds_of(operation, algorithm, workers, size_bytes))
+
+    def rounds(self, operation: str, algorithm: str, hosts: int, link: Link | None) -> RoundTimes:
+        """Time of one round."""
         key = operation, algorithm, hosts > 1, link
         if key not in self._known:
             self._known[key] = self._round_times(operation, algorithm, hosts > 1, link)
-        return self._known[key].time(rounds_of(operation, algorithm, workers, size_bytes))
+        return self._known[key]
 
     def _round_times(
         self, operation: str, algorithm: str, across: bool, link: Link | None
@@ -103,7 +108,7 @@ class CollectiveTimes:
 
     def extrapolations(self, hosts: int, link: Link | None) -> list[str]:
         """Why times on this link are not those of a measured one."""
-        measured = {each.link for each in self._calibration.collectives if each.hosts > 1}
+        measured = self._calibration.links()
         if hosts > 1 and link is not None and link not in measured:
             links = ", ".join(sorted(str(each) for each in measured if each)) or "none"
             return [f"link {link}, measured {links}"]

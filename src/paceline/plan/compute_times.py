@@ -39,8 +39,8 @@ class ComputeTimes:
     def at(self, samples: float) -> Compute:
         if len(self.samples) == 1 and samples != self.samples[0]:
             raise MissingMeasurementError(
-                f"compute time with {samples:g} samples per worker",
-                f"a run with another batch than {self.samples[0]:g} samples per worker",
+                f"compute time with other batches than {self.samples[0]:g} samples per worker",
+                "a run with another --batch-size",
             )
         return Compute(*(self._phase(self._phases[phase], samples) for phase in COMPUTE_PHASES))
 

@@ -16,6 +16,8 @@ EPSILON = 1e-12
 
 Message = tuple[int, int, float]
 """Sender, receiver and bytes."""
+Flow = tuple[int, Message]
+"""A message and its round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,82 +115,86 @@ def simulate(
     rounds: Sequence[Sequence[Message]], network: Network, starts: Sequence[float]
 ) -> list[float]:
     """Return when each worker has completed its last round, given when it starts the first."""
-    workers = len(starts)
-    free_at = [*starts]
-    """When each worker completed its last round."""
-    mine = [
-        [
-            index
-            for index, messages in enumerate(rounds)
-            if any(rank in each[:2] for each in messages)
-        ]
-        for rank in range(workers)
-    ]
-    position = [0] * workers
-    left = [[0] * workers for _ in rounds]
-    for index, messages in enumerate(rounds):
-        for sender, receiver, _ in messages:
-            left[index][sender] += 1
-            left[index][receiver] += 1
-    capacities = network.capacities(workers)
-    waiting = {(index, each) for index, messages in enumerate(rounds) for each in messages}
-    flows: dict[tuple[int, Message], float] = {}
-    arriving: dict[tuple[int, Message], float] = {}
+    progress = _Progress(rounds, starts)
+    capacities = network.capacities(len(starts))
+    flows: dict[Flow, float] = {}
+    arriving: dict[Flow, float] = {}
     now = min(starts)
-    while waiting or flows or arriving:
-        for key in sorted(waiting):
-            index, message = key
-            if all(_is_in_round(mine, position, rank, index) for rank in message[:2]):
-                begin = max(free_at[rank] for rank in message[:2])
-                if begin <= now + EPSILON:
-                    waiting.remove(key)
-                    flows[key] = message[2]
+    while progress.ready or flows or arriving:
+        for flow in [flow for flow, begin in progress.ready.items() if begin <= now + EPSILON]:
+            del progress.ready[flow]
+            flows[flow] = flow[1][2]
         rates = _fair_rates(list(flows), network, capacities)
-        ends = [size / rates[key] for key, size in flows.items()]
-        ends += [moment - now for moment in arriving.values()]
-        ends += [
-            begin - now
-            for index, message in waiting
-            if all(_is_in_round(mine, position, rank, index) for rank in message[:2])
-            and (begin := max(free_at[rank] for rank in message[:2])) > now
-        ]
+        ends = [size / rates[flow] for flow, size in flows.items()]
+        ends += [moment - now for moment in (*arriving.values(), *progress.ready.values())]
         step = max(0.0, min(ends))
         now += step
-        for key in [*flows]:
-            flows[key] -= step * rates[key]
-            if flows[key] <= EPSILON * max(1.0, key[1][2]):
-                del flows[key]
-                arriving[key] = now + network.latency_seconds
-        for key in [key for key, moment in arriving.items() if moment <= now + EPSILON]:
-            del arriving[key]
-            index, message = key
-            for rank in message[:2]:
-                left[index][rank] -= 1
-                if not left[index][rank]:
-                    position[rank] += 1
-                    free_at[rank] = now
-    return free_at
+        for flow in [*flows]:
+            flows[flow] -= step * rates[flow]
+            if flows[flow] <= EPSILON * max(1.0, flow[1][2]):
+                del flows[flow]
+                arriving[flow] = now + network.latency_seconds
+        for flow in [flow for flow, moment in arriving.items() if moment <= now + EPSILON]:
+            del arriving[flow]
+            progress.complete(flow, now)
+    return progress.free_at
 
 
-def _is_in_round(
-    mine: Sequence[Sequence[int]], position: Sequence[int], rank: int, index: int
-) -> bool:
-    return position[rank] < len(mine[rank]) and mine[rank][position[rank]] == index
+class _Progress:
+    """Which round each worker is in, and which messages can start."""
+
+    def __init__(self, rounds: Sequence[Sequence[Message]], starts: Sequence[float]) -> None:
+        self.free_at = [*starts]
+        """When each worker completed its last round."""
+        self.ready: dict[Flow, float] = {}
+        """Messages whose sender and receiver are in their round, and when they can start."""
+        self._messages: list[dict[int, list[Message]]] = [{} for _ in starts]
+        for index, messages in enumerate(rounds):
+            for message in messages:
+                for rank in message[:2]:
+                    self._messages[rank].setdefault(index, []).append(message)
+        self._rounds = [iter([*each]) for each in self._messages]
+        self._current = [next(each, None) for each in self._rounds]
+        self._left = [
+            {index: len(messages) for index, messages in each.items()} for each in self._messages
+        ]
+        for rank in range(len(starts)):
+            self._add_ready(rank)
+
+    def _add_ready(self, rank: int) -> None:
+        index = self._current[rank]
+        if index is None:
+            return
+        for message in self._messages[rank][index]:
+            sender, receiver, _ = message
+            if self._current[sender] == self._current[receiver] == index:
+                begin = max(self.free_at[sender], self.free_at[receiver])
+                self.ready[index, message] = begin
+
+    def complete(self, flow: Flow, now: float) -> None:
+        """Count a message that has arrived; a worker without others starts its next round."""
+        index, message = flow
+        for rank in message[:2]:
+            self._left[rank][index] -= 1
+            if not self._left[rank][index]:
+                self.free_at[rank] = now
+                self._current[rank] = next(self._rounds[rank], None)
+                self._add_ready(rank)
 
 
 def _fair_rates(
-    flows: Sequence[tuple[int, Message]],
+    flows: Sequence[Flow],
     network: Network,
     capacities: Mapping[tuple[str, int], float],
-) -> dict[tuple[int, Message], float]:
+) -> dict[Flow, float]:
     """Max-min fair rates: repeatedly fix the flows of the link with the least share for each."""
     used = {key: network.links(key[1]) for key in flows}
     free = dict(capacities)
-    users: dict[tuple[str, int], set[tuple[int, Message]]] = {}
+    users: dict[tuple[str, int], set[Flow]] = {}
     for key, links in used.items():
         for link in links:
             users.setdefault(link, set()).add(key)
-    rates: dict[tuple[int, Message], float] = {}
+    rates: dict[Flow, float] = {}
     while len(rates) < len(flows):
         link = min(users, key=lambda each: free[each] / len(users[each]))
         share = free[link] / len(users[link])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 
 from paceline.errors import MissingMeasurementError
 from paceline.plan.calibration import Calibration, MeasuredRun
+from paceline.plan.cluster_simulation import Racks, racks_factor
+from paceline.plan.collective_cost import CollectiveTime
 from paceline.plan.collective_times import CollectiveTimes
 from paceline.plan.compute_times import ComputeTimes
 from paceline.plan.links import Link
@@ -70,6 +72,8 @@ class Target:
     """What efficiency is relative to: one worker with the global or with its local batch."""
     slowdown: float = 1.0
     """Compute time of the slowest worker's machine, relative to the others."""
+    racks: Racks | None = None
+    """None: the links of all hosts meet in one switch."""
 
     @property
     def host_count(self) -> int:
@@ -108,6 +112,7 @@ class Prediction:
             "link": str(target.link) if target.link else None,
             "batch_size": target.samples,
             "scaling": target.scaling,
+            "racks": None if target.racks is None else asdict(target.racks),
             "step_seconds": self.step_seconds.to_dict(),
             "throughput": self.throughput.to_dict(),
             "efficiency": self.efficiency.to_dict(),
@@ -154,7 +159,7 @@ class Predictor:
     def predict(self, target: Target) -> Prediction:
         """MissingMeasurementError if the calibration lacks what the prediction needs."""
         correction = self._correction(target)
-        compute = self._compute_factor
+        compute = self._compute_factor if target.workers > 1 else 1.0
         steps = [
             self._simulate(
                 sample,
@@ -164,11 +169,14 @@ class Predictor:
             )
             for sample in self._samples
         ]
-        seconds = np.array([step.seconds for step in steps])
+        factor = self._racks_factor(target)
+        seconds = np.array([step.seconds for step in steps]) * factor
         alone = np.array(
             [self._single(sample, target) * sample.compute_factor for sample in self._samples]
         )
-        exposed = np.array([step.exchange_seconds for step in steps]) / seconds
+        # What racks add to a step is communication.
+        exchange = np.array([step.exchange_seconds for step in steps])
+        exposed = (exchange + seconds * (1 - 1 / factor)) / seconds
         return Prediction(
             target,
             Interval.of(seconds),
@@ -189,25 +197,40 @@ class Predictor:
     def _simulate(
         self, sample: _Sample, target: Target, compute_factor: float, communication_factor: float
     ) -> StepTime:
-        if target.workers == 1:
-            slowest = local = 1.0
-        else:
-            # Asynchronous workers do not wait for each other.
-            workers = target.workers if target.options.get("mode", "sync") == "sync" else 1
-            slowest = expected_maximum(sample.residuals, workers, target.slowdown)
-            steps = local_steps(target.strategy, target.options)
-            local = expected_maximum(sample.residuals, workers, target.slowdown, steps) / slowest
+        return simulate_step(self._job(sample, target, compute_factor, communication_factor))
+
+    def _racks_factor(self, target: Target) -> float:
+        if target.racks is None or target.workers == 1:
+            return 1.0
+        job = self._job(self._center, target, self._compute_factor, 1.0)
+        times = self._center.collectives
+        return racks_factor(
+            job,
+            lambda operation, algorithm: times.rounds(
+                operation, algorithm, target.host_count, target.link
+            ),
+            target.racks,
+        )
+
+    def _job(
+        self, sample: _Sample, target: Target, compute_factor: float, communication_factor: float
+    ) -> Job:
+        # Asynchronous workers do not wait for each other.
+        workers = target.workers if target.options.get("mode", "sync") == "sync" else 1
+        slowest = expected_maximum(sample.residuals, workers, target.slowdown)
+        steps = local_steps(target.strategy, target.options)
+        local = expected_maximum(sample.residuals, workers, target.slowdown, steps) / slowest
         compute = sample.compute.at(target.samples_of_worker)
         compute = compute.scaled(compute_factor * slowest * self._core_factor(target))
         times = sample.collectives
 
-        def collective(operation: str, algorithm: str, size_bytes: float) -> Any:
+        def collective(operation: str, algorithm: str, size_bytes: float) -> CollectiveTime:
             time = times.time(
                 operation, algorithm, size_bytes, target.workers, target.host_count, target.link
             )
             return time.scaled(communication_factor)
 
-        job = Job(
+        return Job(
             target.strategy,
             target.options,
             target.workers,
@@ -220,7 +243,6 @@ class Predictor:
             self.calibration.contention,
             local,
         )
-        return simulate_step(job)
 
     def _core_factor(self, target: Target) -> float:
         """Workers of a host share its cores, if they were measured with more cores each."""

@@ -105,22 +105,34 @@ def simulate_step(job: Job) -> StepTime:
     return STRATEGIES[job.strategy](job)
 
 
-def _averaging(algorithm: str, flat: bool) -> Callable[[Job], StepTime]:
-    def step(job: Job) -> StepTime:
-        chosen = job.options.get("algorithm", algorithm)
-        is_flat = job.options.get("flat", str(flat)).lower() == "true"
-        sizes = [each.size_bytes for each in job.gradients]
-        sizes = [sum(sizes)] if is_flat else sizes
-        times = [_reduction(job, chosen, size) for size in sizes]
-        if chosen == "library" and _codec(job) == "none":
-            # All are started before the first is waited for.
-            transfers = [Transfer(0.0, time) for time in times]
-            exchange = simulate_overlap(0.0, transfers).end
-        else:
-            exchange = math.fsum(time.seconds for time in times)
-        return _exposed(job, exchange, _reduced_bytes(job, chosen, sizes))
+PRESETS = {
+    "gather_scatter": ("root", False),
+    "allreduce": ("library", False),
+    "ring": ("ring", True),
+    "tree": ("tree", True),
+    "halving_doubling": ("halving_doubling", True),
+}
+"""Algorithm of gradient averaging, and whether it reduces all gradients at once."""
 
-    return step
+
+def _preset(job: Job) -> tuple[str, bool]:
+    algorithm, is_flat = PRESETS[job.strategy]
+    text = job.options.get("flat", str(is_flat))
+    return job.options.get("algorithm", algorithm), text.lower() == "true"
+
+
+def _averaging(job: Job) -> StepTime:
+    chosen, is_flat = _preset(job)
+    sizes = [each.size_bytes for each in job.gradients]
+    sizes = [sum(sizes)] if is_flat else sizes
+    times = [_reduction(job, chosen, size) for size in sizes]
+    if chosen == "library" and _codec(job) == "none":
+        # All are started before the first is waited for.
+        transfers = [Transfer(0.0, time) for time in times]
+        exchange = simulate_overlap(0.0, transfers).end
+    else:
+        exchange = math.fsum(time.seconds for time in times)
+    return _exposed(job, exchange, _reduced_bytes(job, chosen, sizes))
 
 
 def _exposed(job: Job, exchange: float, link_bytes: float) -> StepTime:
@@ -165,21 +177,27 @@ def link_bytes_of(operation: str, algorithm: str, workers: int, size_bytes: floa
 
 
 def _overlap(job: Job) -> StepTime:
-    order = ready_order(job.gradients)
-    sizes = [each.size_bytes for each in job.gradients]
-    first, full = job.option("first_bucket_mib", FIRST_MIB), job.option("bucket_mib", DEFAULT_MIB)
     algorithm = job.options.get("algorithm", "library")
     threads = GLOO_THREADS if algorithm == "library" and _codec(job) == "none" else 1
-    return _in_buckets(job, split(sizes, order, first, full), algorithm, threads)
+    return _in_buckets(job, algorithm, threads)
 
 
 def _ddp(job: Job) -> StepTime:
+    return _in_buckets(job, "library", GLOO_THREADS if _codec(job) == "none" else 1)
+
+
+def bucket_layout(job: Job) -> list[list[int]] | None:
+    """Gradients that are reduced together, in order; None if the strategy has no buckets."""
     order = ready_order(job.gradients)
     sizes = [each.size_bytes for each in job.gradients]
-    full = job.option("bucket_mib", DDP_MIB)
-    first = FIRST_MIB if "bucket_mib" not in job.options else full
-    threads = GLOO_THREADS if _codec(job) == "none" else 1
-    return _in_buckets(job, split_in_order(sizes, order, first, full), "library", threads)
+    if job.strategy == "overlap":
+        first = job.option("first_bucket_mib", FIRST_MIB)
+        return split(sizes, order, first, job.option("bucket_mib", DEFAULT_MIB))
+    if job.strategy == "ddp":
+        full = job.option("bucket_mib", DDP_MIB)
+        first = FIRST_MIB if "bucket_mib" not in job.options else full
+        return split_in_order(sizes, order, first, full)
+    return None
 
 
 def ready_order(gradients: Sequence[Gradient]) -> list[int]:
@@ -187,9 +205,8 @@ def ready_order(gradients: Sequence[Gradient]) -> list[int]:
     return sorted(range(len(gradients)), key=lambda index: (gradients[index].ready, -index))
 
 
-def _in_buckets(
-    job: Job, layout: Sequence[Sequence[int]], algorithm: str, threads: int
-) -> StepTime:
+def _in_buckets(job: Job, algorithm: str, threads: int) -> StepTime:
+    layout = bucket_layout(job) or []
     sizes = [sum(job.gradients[index].size_bytes for index in bucket) for bucket in layout]
     ready = [max(job.gradients[index].ready for index in bucket) for bucket in layout]
     transfers = [
@@ -299,11 +316,7 @@ def _periodic(
 
 
 STRATEGIES: dict[str, Callable[[Job], StepTime]] = {
-    "gather_scatter": _averaging("root", flat=False),
-    "allreduce": _averaging("library", flat=False),
-    "ring": _averaging("ring", flat=True),
-    "tree": _averaging("tree", flat=True),
-    "halving_doubling": _averaging("halving_doubling", flat=True),
+    **dict.fromkeys(PRESETS, _averaging),
     "overlap": _overlap,
     "ddp": _ddp,
     "sharded": _sharded,
@@ -311,6 +324,22 @@ STRATEGIES: dict[str, Callable[[Job], StepTime]] = {
     "local_sgd": _periodic("every", 8, averages_state=True),
     "easgd": _periodic("tau", 6, averages_state=False),
 }
+
+
+def exchanges_of(job: Job) -> list[tuple[str, str, float]]:
+    """Operation, algorithm and bytes of the collectives after the backward pass, in order.
+
+    Of strategies without buckets and servers; those of periodic strategies follow the last of
+    their local steps.
+    """
+    if job.strategy in PRESETS:
+        algorithm, is_flat = _preset(job)
+        sizes = [job.gradient_bytes] if is_flat else [each.size_bytes for each in job.gradients]
+        return [("all_reduce", algorithm, size) for size in sizes]
+    if job.strategy == "sharded":
+        padded = _padded_bytes(job)
+        return [("reduce_scatter", "library", padded), ("all_gather", "library", padded)]
+    raise UsageError(f"--strategy {job.strategy}: cannot be simulated worker by worker")
 
 
 def local_steps(strategy: str, options: Mapping[str, str]) -> int:

@@ -1,0 +1,181 @@
+"""`paceline plan`: predict step times of other numbers of workers, links and strategies."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from paceline.errors import UsageError, shown
+
+if TYPE_CHECKING:
+    from paceline.plan.cluster_simulation import Racks
+
+SUMMARY = "predict step times of more workers, other links and other strategies"
+
+T = TypeVar("T")
+
+MOST_WORKERS = 10_000
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "paths",
+        metavar="PATH",
+        nargs="+",
+        help="runs, folders of runs, studies, files of `paceline comm --json`, or a calibration",
+    )
+    parser.add_argument("--model", metavar="NAME", help="only the runs of this model")
+    wanted = parser.add_argument_group("What to predict")
+    wanted.add_argument(
+        "--workers", metavar="A,B", default="1,2,4,8,16", help="(default: 1,2,4,8,16)"
+    )
+    wanted.add_argument(
+        "--hosts",
+        metavar="N",
+        help="hosts that the workers are on (default: one per worker with --link, else one)",
+    )
+    wanted.add_argument(
+        "--link",
+        metavar="LINK",
+        action="append",
+        help="bandwidth and round trip between hosts, such as 10gbit,100us; may be repeated"
+        " (default: that of the runs)",
+    )
+    wanted.add_argument(
+        "--strategy", metavar="A,B", help="strategies (default: those of the runs, else ddp)"
+    )
+    wanted.add_argument(
+        "-o",
+        metavar="KEY=VALUE",
+        dest="options",
+        action="append",
+        default=[],
+        help="option of the strategies, as in `paceline train`; may be repeated",
+    )
+    wanted.add_argument(
+        "--batch-size", metavar="N", help="global batch size (default: that of the runs)"
+    )
+    wanted.add_argument(
+        "--scaling",
+        choices=("strong", "weak"),
+        default="strong",
+        help="strong: the same global batch for every number of workers; weak: --batch-size"
+        " samples for each worker (default: strong)",
+    )
+    wanted.add_argument(
+        "--slowdown",
+        metavar="X",
+        default="1",
+        help="compute time of one slow worker, relative to the others",
+    )
+    cluster = parser.add_argument_group("Large clusters")
+    cluster.add_argument(
+        "--racks",
+        metavar="SIZE:RATIO",
+        help="hosts per rack, and their bandwidth relative to the uplink of the rack, such as 40:4",
+    )
+    cluster.add_argument(
+        "--mtbf-hours", metavar="H", help="mean time between failures of a worker: simulate days"
+    )
+    cluster.add_argument(
+        "--checkpoint-minutes", metavar="M", default="30", help="between checkpoints (default: 30)"
+    )
+    cluster.add_argument(
+        "--checkpoint-seconds", metavar="S", default="10", help="of a checkpoint (default: 10)"
+    )
+    cluster.add_argument(
+        "--restart-seconds", metavar="S", default="120", help="after a failure (default: 120)"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the predictions")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from paceline.plan.cluster_simulation import Failures
+    from paceline.plan.links import parse_link
+    from paceline.plan.plan import Request, make_plan
+    from paceline.report.plan import print_plan
+
+    workers = [_whole("--workers", each, MOST_WORKERS) for each in _split(arguments.workers)]
+    if not workers:
+        raise UsageError("--workers: must be a list of numbers such as 4,16,64")
+    hosts, batch_size = arguments.hosts, arguments.batch_size
+    failures = None
+    if arguments.mtbf_hours is not None:
+        failures = Failures(
+            _number("--mtbf-hours", arguments.mtbf_hours, 1e-3, 1e9),
+            60 * _number("--checkpoint-minutes", arguments.checkpoint_minutes, 1e-3, 1e6),
+            _number("--checkpoint-seconds", arguments.checkpoint_seconds, 0, 1e6),
+            _number("--restart-seconds", arguments.restart_seconds, 0, 1e6),
+        )
+    request = Request(
+        workers=sorted(set(workers)),
+        strategies=_split(arguments.strategy or ""),
+        options=dict(_option(each) for each in arguments.options),
+        links=[_parsed("--link", parse_link, each) for each in arguments.link or ()],
+        hosts=None if hosts is None else _whole("--hosts", hosts, MOST_WORKERS),
+        batch_size=None if batch_size is None else _whole("--batch-size", batch_size, 2**31),
+        scaling=arguments.scaling,
+        slowdown=_number("--slowdown", arguments.slowdown, 1, 1000),
+        racks=None if arguments.racks is None else _racks(arguments.racks),
+        failures=failures,
+    )
+    _check_file(arguments.json)
+    plan = make_plan(arguments.paths, request, arguments.model)
+    print_plan(plan)
+    if arguments.json:
+        plan.write(arguments.json)
+    return 0
+
+
+def _parsed(flag: str, parse: Callable[[str], T], text: str) -> T:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise UsageError(f"{flag}: must be {error}") from None
+
+
+def _whole(flag: str, text: str, most: int) -> int:
+    value = int(text) if text.strip().isdecimal() and len(text) < 20 else 0
+    if not 1 <= value <= most:
+        raise UsageError(f"{flag}: must be a number from 1 to {most}, got {shown(text)}")
+    return value
+
+
+def _number(flag: str, text: str, least: float, most: float) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not least <= value <= most:
+        raise UsageError(f"{flag}: must be a number from {least:g} to {most:g}, got {shown(text)}")
+    return value
+
+
+def _option(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise UsageError(f"-o: must be KEY=VALUE, got {shown(text)}")
+    return key, value
+
+
+def _racks(text: str) -> Racks:
+    from paceline.plan.cluster_simulation import Racks
+
+    size, _, ratio = text.partition(":")
+    return Racks(_whole("--racks", size, MOST_WORKERS), _number("--racks", ratio or "1", 1, 1000))
+
+
+def _split(text: str) -> list[str]:
+    return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+
+
+def _check_file(name: str | None) -> None:
+    """Reject an output path that cannot be written before the work."""
+    from pathlib import Path
+
+    if name and not Path(name).absolute().parent.is_dir():
+        raise UsageError(f"--json: no such folder: {Path(name).parent}")
+    if name and Path(name).is_dir():
+        raise UsageError(f"--json: {name} is a folder: name a file in it")

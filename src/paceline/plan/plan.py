@@ -1,0 +1,128 @@
+"""A plan: predictions for every requested number of workers, strategy and link."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from paceline.errors import MissingMeasurementError, RecordsError, UsageError, suggest
+from paceline.plan.calibration import Calibration
+from paceline.plan.cluster_simulation import Day, Failures, Racks, simulate_days
+from paceline.plan.links import Link
+from paceline.plan.prediction import Prediction, Predictor, Target
+from paceline.plan.run_calibration import calibrate
+from paceline.plan.step_simulation import STRATEGIES
+from paceline.records import SCHEMA, write_json
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to predict; empty lists and None stand for what the calibration measured."""
+
+    workers: Sequence[int]
+    strategies: Sequence[str] = ()
+    options: Mapping[str, str] = field(default_factory=dict)
+    links: Sequence[Link] = ()
+    hosts: int | None = None
+    batch_size: int | None = None
+    """Global batch for strong scaling, batch of a worker for weak scaling."""
+    scaling: Literal["strong", "weak"] = "strong"
+    slowdown: float = 1.0
+    racks: Racks | None = None
+    failures: Failures | None = None
+    """Simulate days with these; None: not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    calibration: Calibration
+    predictions: list[Prediction]
+    skipped: list[str]
+    """Why strategies could not be predicted."""
+    days: dict[int, Day]
+    """Mean of the simulated days, by number of workers."""
+
+    def to_dict(self) -> dict[str, Any]:
+        known = self.calibration
+        return {
+            "schema": SCHEMA,
+            "kind": "plan",
+            "model": known.model,
+            "hardware": dict(known.hardware),
+            "sources": list(known.sources),
+            "predictions": [each.to_dict() for each in self.predictions],
+            "days": [{"workers": count, **asdict(day)} for count, day in self.days.items()],
+            "skipped": self.skipped,
+        }
+
+    def write(self, path: str) -> None:
+        try:
+            write_json(Path(path), self.to_dict())
+        except OSError as error:
+            raise RecordsError(f"cannot write {path}: {error.strerror}") from None
+
+
+def make_plan(paths: Sequence[str], request: Request, model: str | None = None) -> Plan:
+    """Calibrate from records and predict; UsageError if nothing can be predicted."""
+    for name in request.strategies:
+        if name not in STRATEGIES and name != "single":
+            raise UsageError(f"--strategy: no plan for {name!r}: {suggest(name, STRATEGIES)}")
+    calibration = calibrate(paths, model)
+    predictor = Predictor(calibration)
+    found: list[Prediction] = []
+    missing: dict[str, MissingMeasurementError] = {}
+    links: Sequence[Link | None] = [*request.links] or [*calibration.links()] or [None]
+    for link in links:
+        for workers in request.workers:
+            strategies = ["single"] if workers == 1 else _strategies(calibration, request)
+            for strategy in strategies:
+                try:
+                    found.append(
+                        predictor.predict(_target(calibration, request, strategy, workers, link))
+                    )
+                except MissingMeasurementError as error:
+                    missing.setdefault(str(error), error)
+    # One worker is no plan, unless it was all that was requested.
+    if missing and all(each.target.workers == 1 for each in found):
+        raise next(iter(missing.values()))
+    failures = request.failures
+    days = {} if failures is None else {n: simulate_days(n, failures) for n in request.workers}
+    return Plan(calibration, found, list(missing), days)
+
+
+def _strategies(calibration: Calibration, request: Request) -> list[str]:
+    measured = dict.fromkeys(run.strategy for run in calibration.runs if run.workers > 1)
+    return [*request.strategies] or [name for name in measured if name in STRATEGIES] or ["ddp"]
+
+
+def _target(
+    calibration: Calibration, request: Request, strategy: str, workers: int, link: Link | None
+) -> Target:
+    size = request.batch_size or _batch_size(calibration, request.scaling)
+    options = request.options if workers > 1 else {}
+    if not options and workers > 1:
+        # The options of the runs, if they all have the same.
+        used = [run.options for run in calibration.runs if run.strategy == strategy]
+        options = used[0] if used and all(each == used[0] for each in used) else {}
+    hosts = min(request.hosts, workers) if request.hosts else None
+    return Target(
+        strategy,
+        workers,
+        size * workers if request.scaling == "weak" else size,
+        options,
+        hosts,
+        None if hosts == 1 else link,
+        request.scaling,
+        request.slowdown,
+        request.racks,
+    )
+
+
+def _batch_size(calibration: Calibration, scaling: str) -> int:
+    """The largest measured one."""
+    if scaling == "weak":
+        return max(point.samples for point in calibration.compute)
+    batches = [run.samples * run.workers for run in calibration.runs]
+    return max([*batches, *(point.samples for point in calibration.compute)])

@@ -1,0 +1,244 @@
+"""Calibrations from records, and the plans that `paceline plan` makes of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.cli import main
+from paceline.plan.links import Link
+from paceline.plan.run_calibration import calibrate
+from paceline.records import SCHEMA, write_json
+from tests.support.records import FakeRun, write_run
+
+SIZES = [4_000_000, 400_000]
+CLUSTER = "nodes={},cpus=0.5,bandwidth=1gbit,latency=200us"
+
+
+def phases(samples: int, **more: float) -> dict[str, float]:
+    """10 ms and 1 ms per sample."""
+    seconds = 0.010 + 0.001 * samples
+    return {
+        "forward": 0.3 * seconds,
+        "backward": 0.6 * seconds,
+        "update": 0.1 * seconds,
+        **more,
+    }
+
+
+def write(root: Path, name: str, workers: int, batch: int, **settings: Any) -> Path:
+    """A run on the emulated cluster; several workers spend 50 ms in the exchange."""
+    exchange = {"exchange": 0.05} if workers > 1 else {}
+    run = FakeRun(
+        name,
+        {
+            "model": "lenet",
+            "batch_size": batch,
+            "nproc_per_node": 1,
+            "nnodes": workers,
+            "cluster": CLUSTER.format(workers),
+            **settings,
+        },
+        [phases(batch // workers, **exchange)] * workers,
+        nodes=workers,
+    )
+    path = write_run(root, run)
+    result = json.loads((path / "result.json").read_text())
+    result["workers"][0]["tensor_bytes"] = SIZES
+    (path / "result.json").write_text(json.dumps(result))
+    return path
+
+
+def comm_record(path: Path, workers: int = 2, nodes: int = 2) -> Path:
+    """A ring that takes 1 ms and 10 ns per byte."""
+    measurements = [
+        {
+            "operation": "all_reduce", "communicator": "torch", "algorithm": algorithm,
+            "bytes": size, "samples_seconds": [1e-3 + 1e-8 * size] * 5,
+        }
+        for algorithm in ("ring", "library")
+        for size in (1024, 2**20, 2**22, 2**24, 2**26)
+    ]  # fmt: skip
+    asked = {"nodes": nodes, "bandwidth_bits_per_second": 1e9, "latency_seconds": 2e-4}
+    record = {
+        "schema": SCHEMA, "kind": "comm", "workers": workers, "nodes": nodes,
+        "cluster": {"asked": asked, "got": []}, "measurements": measurements, "plan": {},
+    }  # fmt: skip
+    write_json(path, record)
+    return path
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    root = tmp_path / "runs"
+    write(root, "one-16", 1, 16)
+    write(root, "one-64", 1, 64)
+    write(root, "two-ring", 2, 64, strategy="ring")
+    comm_record(root / "comm.json")
+    return root
+
+
+def test_runs_and_comm_records_make_a_calibration(root: Path) -> None:
+    found = calibrate([str(root)])
+    assert found.model == "lenet"
+    assert [each.size_bytes for each in found.gradients] == SIZES
+    assert [each.ready for each in found.gradients] == [1.0, 0.5]
+    assert not found.has_ready_times
+    # The run with two workers adds its local batch.
+    assert [point.samples for point in found.compute] == [16, 32, 64]
+    for point in found.compute:
+        assert point.seconds == pytest.approx(0.010 + 0.001 * point.samples)
+    (run,) = found.runs
+    assert (run.strategy, run.workers, run.hosts, run.samples) == ("ring", 2, 2, 32)
+    assert run.link == Link(1e9, 2e-4)
+    assert run.step_seconds == pytest.approx(0.042 + 0.05)
+    assert {each.algorithm for each in found.collectives} == {"ring", "library"}
+    assert {each.link for each in found.collectives} == {Link(1e9, 2e-4)}
+    assert found.optimizer_state_bytes == sum(SIZES)
+    assert len(found.residuals) == 2
+
+
+def test_ready_times_come_from_runs_that_measured_them(root: Path) -> None:
+    path = write(root, "two-overlap", 2, 64, strategy="overlap") / "result.json"
+    result = json.loads(path.read_text())
+    result["workers"][0]["buckets"] = {
+        "count": 2, "bucket_mib": 2.0, "reason": "measured",
+        "measurements": {
+            "backward_seconds": 0.1, "latency_seconds": 0.0, "seconds_per_byte": 0.0,
+            "overlapped_seconds_per_byte": 0.0, "ready_seconds": [0.02, 0.09],
+        },
+    }  # fmt: skip
+    path.write_text(json.dumps(result))
+    found = calibrate([str(root)])
+    assert found.has_ready_times
+    # The last tensor of the model is ready first.
+    assert [each.ready for each in found.gradients] == pytest.approx([0.9, 0.2])
+
+
+def test_the_command_predicts_and_writes_the_contract(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plan.json"
+    arguments = ["plan", str(root), "--workers", "1,4,8", "--strategy", "ring,ddp,parameter_server"]
+    assert main([*arguments, "--json", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 80
+    assert "lenet, batch 64, link 1gbit,200us" in printed
+    record = json.loads(out.read_text())
+    assert [(each["workers"], each["strategy"]) for each in record["predictions"]] == [
+        (1, "single"),
+        *((workers, name) for workers in (4, 8) for name in ("ring", "ddp", "parameter_server")),
+    ]
+    for each in record["predictions"]:
+        assert each["link"] == "1gbit,200us"
+        assert isinstance(each["extrapolated"], bool)
+        for figure in ("step_seconds", "throughput", "efficiency", "exposed_communication"):
+            assert each[figure]["low"] <= each[figure]["median"] <= each[figure]["high"]
+        throughput = 64 / each["step_seconds"]["median"]
+        assert each["throughput"]["median"] == pytest.approx(throughput, rel=1e-6)
+    one, ring = record["predictions"][:2]
+    assert one["step_seconds"]["median"] == pytest.approx(0.074, rel=0.02)
+    # The run measured 50 ms for what two workers should exchange in 1 ms + 44 ms.
+    rounds = 6 * (0.5e-3 + 1e-8 * sum(SIZES) / 4)
+    assert ring["step_seconds"]["median"] == pytest.approx(0.026 + rounds * 50 / 45, rel=0.03)
+
+
+def test_large_clusters_have_racks_and_failures(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def plan(*more: str) -> dict[str, Any]:
+        out = tmp_path / "plan.json"
+        arguments = ["--workers", "64,1000", "--strategy", "halving_doubling", "--json", str(out)]
+        assert main(["plan", str(root), *arguments, *more]) == 0
+        record: dict[str, Any] = json.loads(out.read_text())
+        return record
+
+    flat, racks = plan(), plan("--racks", "16:8", "--mtbf-hours", "1000")
+    printed = capsys.readouterr().out
+    assert "racks of 16, oversubscribed 8:1" in printed
+    assert max(map(len, printed.splitlines())) <= 80
+    for before, after in zip(flat["predictions"], racks["predictions"], strict=True):
+        assert after["step_seconds"]["median"] > 1.2 * before["step_seconds"]["median"]
+        exposed = before["exposed_communication"]["median"]
+        assert after["exposed_communication"]["median"] > exposed
+    few, many = racks["days"]
+    assert (few["workers"], many["workers"]) == (64, 1000)
+    assert many["failures"] > few["failures"]
+    assert many["goodput"] < few["goodput"] < 1
+    assert flat["days"] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "paceline plan needs PATH"),
+        (["{root}", "--workers", "0"], "--workers: must be a number from 1 to 10000, got '0'"),
+        (["{root}", "--workers", ","], "--workers: must be a list of numbers such as 4,16,64"),
+        (["{root}", "--workers", "four"], "--workers: must be"),
+        (["{root}", "--link", "fast"], "--link: must be a bandwidth and a round trip"),
+        (["{root}", "--strategy", "rings"], "--strategy: no plan for 'rings': did you mean ring?"),
+        (["{root}", "--strategy", "fsdp"], "--strategy: no plan for 'fsdp'"),
+        (["{root}", "-o", "bucket_mib"], "-o: must be KEY=VALUE, got 'bucket_mib'"),
+        (
+            ["{root}", "--strategy", "ddp", "-o", "bucket_mib=big"],
+            "-o bucket_mib: must be a number",
+        ),
+        (["{root}", "--batch-size", "-3"], "--batch-size: must be a number from 1 to"),
+        (["{root}", "--slowdown", "0.5"], "--slowdown: must be a number from 1 to 1000"),
+        (["{root}", "--racks", "0:4"], "--racks: must be a number from 1 to 10000"),
+        (["{root}", "--racks", "4:0.5"], "--racks: must be a number from 1 to 1000"),
+        (["{root}", "--mtbf-hours", "nan"], "--mtbf-hours: must be a number from 0.001"),
+        (["{root}", "--strategy", "local_sgd", "--racks", "2:2"], "cannot be simulated worker by"),
+        (["{root}", "--model", "vgg11"], "--model vgg11: there are runs of lenet only"),
+        (["{root}", "--json", "no/such/plan.json"], "--json: no such folder: no/such"),
+        (["{root}/missing"], "is not a folder"),
+        (["{root}/one-16"], "compute time with other batches than 16 samples per worker is not"),
+        (["{root}/comm.json"], "no finished run with at least two iterations: add one"),
+        (["{root}/one-16/result.json"], "neither a record of `paceline comm` nor a calibration"),
+    ],
+)
+def test_invalid_requests_are_one_line(
+    root: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(["plan", *(each.format(root=root) for each in arguments)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert message in lines[0]
+
+
+def test_records_that_cannot_be_combined_are_one_line(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def error_of(name: str) -> str:
+        assert main(["plan", str(root), str(tmp_path / name)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    write(tmp_path / "models", "other", 1, 32, model="vgg11")
+    assert "different models: lenet and vgg11: give --model NAME" in error_of("models")
+    write(tmp_path / "quotas", "other", 1, 32, cluster="nodes=1,cpus=1,bandwidth=1gbit")
+    assert "different machines: " in error_of("quotas")
+    write_run(
+        tmp_path / "script",
+        FakeRun("script", {"command": ["train.py"]}, [{"forward": 0.1}], kind="profile"),
+    )
+    assert main(["plan", str(tmp_path / "script")]) == 2
+    assert "give finished runs of `paceline train`" in capsys.readouterr().err
+
+
+def test_runs_without_tensor_sizes_say_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path, FakeRun("old", {"batch_size": 32}, [phases(32)]))
+    assert main(["plan", str(tmp_path)]) == 2
+    assert "recorded before tensor sizes were: run one of them again" in capsys.readouterr().err
+
+
+def test_collectives_that_were_not_measured_are_named(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(root), "--hosts", "1", "--strategy", "ddp"]) == 2
+    assert "collectives on one host is not known: add `paceline comm" in capsys.readouterr().err
