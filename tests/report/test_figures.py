@@ -74,7 +74,8 @@ def test_shares_of_phases_sum_to_the_whole(tmp_path: Path) -> None:
     svg = figure(section(collect(path).groups, "phases"), "phases-whole")
     shares = [float(one.attrib["data-value"]) for one in svg.iter(f"{SVG}rect")
               if one.attrib["class"].startswith("part")]  # fmt: skip
-    assert sum(shares) == pytest.approx(1.0)
+    # A bar for each worker.
+    assert sum(shares) == pytest.approx(2.0)
     for worker in result_of(path)["workers"]:
         split = worker_breakdown(worker)
         assert split.total == pytest.approx(worker["wall_seconds"])

@@ -34,7 +34,7 @@ from paceline.analysis.scaling import ScalingPoint, ScalingSeries, superlinear_c
 from paceline.analysis.statistics import FEWEST_ITERATIONS, MOST_PLANNED, Difference
 from paceline.analysis.verdict import ScriptVerdict, Verdict
 from paceline.analysis.world_sizes import WorldSize
-from paceline.report import script_wording
+from paceline.report import post_mortem_text, script_wording
 from paceline.report.bottleneck_wording import NAMED, listed, several_text, shares_text
 
 MOST_LISTED = 10
@@ -120,6 +120,8 @@ def _nothing_ranked(groups: Sequence[RunGroup]) -> str:
     troubled = [group for group in groups if group.runs and cause_text(group)]
     if not troubled:
         return f"{text}."
+    if count == 1 and (reports := (troubled[0].runs[0].result or {}).get("post_mortem")):
+        text = f"{post_mortem_text.headline(reports[-1])} {text}"
     first = min(troubled, key=lambda group: not group.has_failed)
     reason = cause_text(first) if count == 1 else describe_trouble(first)
     return f"{text}: {reason.rstrip('.')}."
@@ -555,6 +557,9 @@ def _about_resumed(groups: Sequence[RunGroup]) -> Iterator[Finding]:
 
 def _about_trouble(groups: Sequence[RunGroup]) -> Iterator[Finding]:
     """Each configuration that failed with its cause; those that are not run yet are only named."""
+    if len(groups) == 1 and len(groups[0].runs) == 1 and not groups[0].trouble:
+        # The headline says it.
+        return
     troubled = [group for group in groups if group.is_troubled]
     troubled.sort(key=lambda group: not group.has_failed)
     for group in troubled[:NAMED]:

@@ -74,12 +74,10 @@ def overview(context: SectionContext) -> Iterator[Block]:
     yield from _repeats(context)
     runs = [run for group in context.groups for run in group.runs]
     failures = [
-        (
-            f"{run.status.capitalize()}." if context.is_one_run else f"{run.id}: {run.status}.",
-            run_cause(run),
-        )
+        (f"{run.id}: {run.status}.", run_cause(run))
         for run in runs
-        if not run.is_finished
+        # Of one run, the verdict says it.
+        if not run.is_finished and not context.is_one_run
     ]
     failures += [
         (f"{group.label}.", group.trouble)

@@ -20,6 +20,7 @@ from paceline.analysis.phases import (
     rank_breakdowns,
     run_breakdown,
     startup_seconds,
+    worker_breakdown,
 )
 from paceline.analysis.ranking import rank_by_step_time
 from paceline.analysis.ranks import (
@@ -171,11 +172,7 @@ def phases(context: SectionContext) -> Iterator[Block]:
     yield phase_figure(
         context.figure_name("phases", "whole"),
         "The whole run by phase, as shares",
-        [
-            phase_bar(group.label, split)
-            for group in context.plotted
-            if (split := run_breakdown(group)) is not None
-        ],
+        _whole_bars(context),
     )
     yield from context.plotted_note()
     if not context.is_one_run:
@@ -196,6 +193,18 @@ def phases(context: SectionContext) -> Iterator[Block]:
             if text := unrecorded_text(run.workers):
                 yield note(f"Not recorded, because the ranks were ended: {text}.")
     yield from startup_table(context.measured)
+
+
+def _whole_bars(context: SectionContext) -> list[Bar]:
+    """Of one run a bar for each worker, because one that hangs and one that waits differ."""
+    if context.is_one_run:
+        workers = context.groups[0].runs[0].workers[:MAX_RANK_BARS]
+        return [phase_bar(f"rank {one['rank']}", worker_breakdown(one)) for one in workers]
+    return [
+        phase_bar(group.label, split)
+        for group in context.plotted
+        if (split := run_breakdown(group)) is not None
+    ]
 
 
 def phases_answer(splits: Sequence[GroupPhases]) -> str:
