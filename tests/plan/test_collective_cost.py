@@ -11,6 +11,7 @@ from paceline.comm.algorithms import ALGORITHMS
 from paceline.comm.cost import Network as CostNetwork
 from paceline.plan.calibration import CollectiveTiming, SizePoint
 from paceline.plan.collective_cost import (
+    MESSAGE_SHARE,
     Rounds,
     RoundTimes,
     measured_round_trips,
@@ -91,6 +92,25 @@ def test_a_burst_at_the_start_of_a_transfer_lowers_the_line() -> None:
     times = RoundTimes.of(CollectiveTiming("gloo", "all_reduce", "ring", 2, 2, None, points))
     assert times(2**12) == pytest.approx(1e-3)
     assert times(2**22) == pytest.approx(1e-3 + (2**22 - 2**17) / RATE)
+
+
+def test_what_messages_do_not_explain_is_the_cost_of_the_call() -> None:
+    """Two rounds take 5 ms: 1 ms of software and 1 ms of round trip each, and 1 ms for the call."""
+    measured = timing("all_reduce", "ring", 5e-3, RATE, link=Link(1e9, 1e-3))
+    times = RoundTimes.of(measured, round_trips=1.0, message_seconds=1e-3)
+    assert times.call_seconds == pytest.approx(1e-3, rel=1e-3)
+    assert times.time(rounds_of("all_reduce", "ring", 2, 64)).seconds == pytest.approx(
+        5e-3, rel=1e-3
+    )
+    assert times.time(rounds_of("all_reduce", "ring", 4, 64)).seconds == pytest.approx(
+        1e-3 + 6 * 2e-3, rel=1e-3
+    )
+    large = times.time(rounds_of("all_reduce", "ring", 2, 2**24)).seconds
+    assert large == pytest.approx(5e-3 + 2**24 / RATE, rel=1e-3)
+    # The messages of all peers arrive at the root, one after the other.
+    root = RoundTimes.of(timing("all_reduce", "root", 2e-3, RATE), message_seconds=1e-3)
+    few, many = (root.time(rounds_of("all_reduce", "root", each, 1)).seconds for each in (2, 10))
+    assert many - few == pytest.approx(2 * 8 * MESSAGE_SHARE * 1e-3, rel=1e-3)
 
 
 def test_one_disturbed_size_hardly_changes_the_line() -> None:

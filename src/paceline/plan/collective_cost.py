@@ -35,6 +35,8 @@ class Rounds:
     count: int
     link_bytes: float
     """Bytes that the busiest link carries in one direction, in one round."""
+    messages: int = 1
+    """That the busiest worker receives or sends, in one round."""
 
 
 def rounds_of(
@@ -52,7 +54,7 @@ def rounds_of(
         if algorithm in ("ring", "library"):
             return (Rounds(2 * peers, chunk),)
         if algorithm == "root":
-            return (Rounds(2, peers * size_bytes),)
+            return (Rounds(2, peers * size_bytes, peers),)
         if algorithm == "tree":
             return (Rounds(2 * depth, size_bytes),)
         if algorithm == "halving_doubling":
@@ -63,8 +65,8 @@ def rounds_of(
     by_operation = {
         "reduce_scatter": Rounds(peers, chunk),
         "all_gather": Rounds(peers, chunk),
-        "gather": Rounds(1, peers * chunk),
-        "scatter": Rounds(1, peers * chunk),
+        "gather": Rounds(1, peers * chunk, peers),
+        "scatter": Rounds(1, peers * chunk, peers),
         "broadcast": Rounds(depth, size_bytes),
         "send_recv": Rounds(1, size_bytes),
     }
@@ -115,12 +117,18 @@ class RoundTimes:
         seconds_per_byte: float,
         offset_seconds: float | None = None,
         *,
+        call_seconds: float = 0.0,
+        message_seconds: float = 0.0,
         round_trip_seconds: float = 0.0,
         round_trips: float = ROUND_TRIPS,
         largest_bytes: float = math.inf,
     ) -> None:
         self.latency_seconds, self.seconds_per_byte = latency_seconds, seconds_per_byte
         self.offset_seconds = latency_seconds if offset_seconds is None else offset_seconds
+        self.call_seconds = call_seconds
+        """Of a collective, besides its rounds: calls, threads, buffers."""
+        self.message_seconds = message_seconds
+        """Of each message of a round but the first, at the worker that has the most."""
         self.largest_bytes = largest_bytes
         """Of the measured rounds."""
         self._round_trip_seconds, self._round_trips = round_trip_seconds, round_trips
@@ -131,10 +139,13 @@ class RoundTimes:
         timing: CollectiveTiming,
         round_trips: float = ROUND_TRIPS,
         random: np.random.Generator | None = None,
+        message_seconds: float | None = None,
     ) -> RoundTimes:
         """Fit a measurement; with `random`, a bootstrap sample of it.
 
-        The time of unequal rounds is divided by the number of rounds, and their bytes too.
+        The time of unequal rounds is divided by the number of rounds, and their bytes too. A round
+        has the latency of a message, if it is known: the software's part `message_seconds`, and
+        the round trips. The rest of the measured latency is the cost of the call.
         """
         sizes, seconds = [], []
         for point in timing.points:
@@ -146,11 +157,17 @@ class RoundTimes:
             sizes.append(sum(each.count * each.link_bytes for each in rounds) / count)
             seconds.append(float(np.median(samples)) / count)
         latency, slope, offset = _fit(np.array(sizes), np.array(seconds))
+        round_trip = timing.link.round_trip_seconds if timing.link else 0.0
+        of_call = 0.0
+        if message_seconds is not None:
+            of_call = max(0.0, latency - message_seconds - round_trips * round_trip)
         return cls(
-            latency,
+            latency - of_call,
             slope,
-            offset,
-            round_trip_seconds=timing.link.round_trip_seconds if timing.link else 0.0,
+            offset - of_call,
+            call_seconds=of_call * count,
+            message_seconds=MESSAGE_SHARE * (message_seconds or 0.0),
+            round_trip_seconds=round_trip,
             round_trips=round_trips,
             largest_bytes=max(sizes),
         )
@@ -165,7 +182,11 @@ class RoundTimes:
         return max(self.latency_seconds, line)
 
     def time(self, rounds: Sequence[Rounds]) -> CollectiveTime:
-        total = math.fsum(each.count * self(each.link_bytes) for each in rounds)
+        total = math.fsum(
+            each.count * (self(each.link_bytes) + (each.messages - 1) * self.message_seconds)
+            for each in rounds
+        )
+        total += self.call_seconds if rounds else 0.0
         delay = self.delay_seconds * sum(each.count for each in rounds)
         return CollectiveTime(delay, total - delay)
 
@@ -185,6 +206,8 @@ class RoundTimes:
             max(self.latency_seconds + trips, LEAST_LATENCY_SECONDS),
             max(self.seconds_per_byte + slower, least),
             self.offset_seconds + trips,
+            call_seconds=self.call_seconds,
+            message_seconds=self.message_seconds,
             round_trip_seconds=link.round_trip_seconds,
             round_trips=self._round_trips,
             largest_bytes=self.largest_bytes,
@@ -192,6 +215,8 @@ class RoundTimes:
 
 
 LEAST_LATENCY_SECONDS = 1e-5
+MESSAGE_SHARE = 0.25
+"""Cost of one of several messages of a round, relative to a message on its own."""
 
 
 def _fit(sizes: Floats, seconds: Floats) -> tuple[float, float, float]:

@@ -93,10 +93,23 @@ class CollectiveTimes:
         round_trips = measured_round_trips(timings)
         timing = min(timings, key=lambda each: (_distance(each.link, link), each.workers))
         random = None if self._seed is None else np.random.default_rng(self._seed)
-        times = RoundTimes.of(timing, round_trips, random)
+        times = RoundTimes.of(timing, round_trips, random, self._message_seconds(timing))
         if link is None or timing.link is None:
             return times
         return times.on_link(timing.link, link, self._software_seconds_per_byte(timing))
+
+    def _message_seconds(self, timing: CollectiveTiming) -> float | None:
+        """Time of a small message on the same link, without the link; None if not measured."""
+        for each in self._calibration.collectives:
+            is_same = (each.backend, each.hosts > 1, each.link) == (
+                timing.backend,
+                timing.hosts > 1,
+                timing.link,
+            )
+            if each.operation == "send_recv" and is_same and len(each.points) > 1:
+                half_trip = each.link.round_trip_seconds / 2 if each.link else 0.0
+                return max(0.0, RoundTimes.of(each).latency_seconds - half_trip)
+        return None
 
     def _software_seconds_per_byte(self, timing: CollectiveTiming) -> float:
         """Of the same collective within a host, which no link limits; 0 if it was not measured."""
