@@ -131,7 +131,7 @@ def test_times_on_a_busy_machine_are_not_tested_and_the_headline_asks_for_a_reru
     assert "faster" not in text
     assert "1 with CPU contention (not tested)" in text
     assert text.endswith(
-        "Other processes used up to 70.0% of the CPU during these runs: rerun on a quiet machine"
+        "Other processes used up to 70.0% of the CPU meanwhile: rerun on a quiet machine"
         " before drawing conclusions."
     )
     assert any(note.startswith("CPU contention: ") for note in pair_notes(pair))

@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
@@ -61,7 +61,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.profile:
         with tempfile.TemporaryDirectory() as temporary, browser(Path(temporary)) as page:
-            take(page, {"profile": profile_page(arguments.profile)}, ("wide",), arguments.out)
+            take_profile(page, arguments.profile, arguments.out)
         return
     study = arguments.study or newest_demo()
     with tempfile.TemporaryDirectory() as temporary:
@@ -71,7 +71,7 @@ def main() -> None:
         diverge(root)
         with going_on(root), served(root) as address, browser(Path(temporary)) as page:
             take_all(page, root, address, arguments.out)
-            take(page, {"profile": profile_page(profile(root))}, ("wide",), arguments.out)
+            take_profile(page, profile(root), arguments.out)
 
 
 def newest_demo() -> Path:
@@ -95,15 +95,20 @@ def diverge(root: Path) -> None:
 def profile(root: Path) -> Path:
     """On two cores; call it on a quiet machine, or the page says that it was not."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    command += ["2", "examples/plain_ddp.py", "--epochs", "6"]
+    command += ["2", "examples/plain_ddp.py", "--epochs", "40", "--batch-size", "64"]
     own = [sys.executable, "-m", "paceline", "profile", "--quiet", "--trace", "--out", str(root)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run([*own, "--name", "ddp", "--", *command], check=True, env=environment, **QUIET)
     return root / "ddp"
 
 
-def profile_page(folder: Path) -> str:
-    return f"file://{write_report(folder).page}"
+def take_profile(page: Any, folder: Path, out: Path) -> None:
+    """Up to the phases."""
+    look = Look(1280, 900, most=2040)
+    dress(page, look)
+    page.get(f"file://{write_report(folder).page}")
+    settle(page, "profile")
+    (out / "profile-wide.png").write_bytes(picture(page, look))
 
 
 @contextmanager
@@ -128,12 +133,8 @@ def take_all(page: Any, root: Path, address: str, out: Path) -> None:
         "ui-run": f"{address}/run/overlap-of-two",
         "ui-list": f"{address}/",
     }
-    take(page, pages, tuple(LOOKS), out)
-
-
-def take(page: Any, pages: Mapping[str, str], looks: Sequence[str], out: Path) -> None:
     for name, target in pages.items():
-        for look in looks:
+        for look in LOOKS:
             dress(page, LOOKS[look])
             page.get(target)
             settle(page, name)

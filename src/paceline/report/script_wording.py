@@ -128,8 +128,8 @@ def contention(core_waits: Sequence[float | None]) -> str:
     known = [share for share in core_waits if share is not None]
     most = f", up to {formatting.share(max(known))}" if known else ""
     return (
-        f"Step times and phases include the time in which a rank had no core{most}. Stragglers are"
-        " found without it; no bottleneck and no imbalance is named."
+        f"Step times and phases include the time in which a rank had no core{most}. Findings tell"
+        " this time from slow code, and name no bottleneck and no imbalance."
     )
 
 

@@ -251,7 +251,7 @@ def rerun_sentence(found: Sequence[CpuContention]) -> str:
         return ""
     most = formatting.share(max(one.share for one in found))
     return (
-        f" Other processes used up to {most} of the CPU during these runs: rerun on a quiet machine"
+        f" Other processes used up to {most} of the CPU meanwhile: rerun on a quiet machine"
         " before drawing conclusions."
     )
 
