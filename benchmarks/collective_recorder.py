@@ -33,6 +33,9 @@ class MainThread:
     def is_in_thread(self) -> bool:
         return threading.get_ident() == self._thread
 
+    def expose(self, began: float, ended: float) -> None:
+        self.clock.expose(self.clock.phase, began, ended)
+
 
 def microseconds(function: Callable[[], object]) -> float:
     """CPU time of a call, of all threads."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable
 
@@ -17,3 +18,13 @@ def min_max(values: Iterable[float], spec: str = ".2f") -> str:
     ordered = sorted(values)
     median = statistics.median(ordered)
     return f"{median:{spec}} ({ordered[0]:{spec}}-{ordered[-1]:{spec}})"
+
+
+def median_interval(values: Iterable[float], digits: int = 2) -> str:
+    """Median and its 95% confidence interval, which assumes no distribution (order statistics)."""
+    ordered = sorted(values)
+    n, below, rank = len(ordered), 0.0, 0
+    while (below := below + math.comb(n, rank) / 2**n) < 0.025:
+        rank += 1
+    low, high = ordered[max(0, rank - 1)], ordered[min(n - 1, n - rank)]
+    return f"{statistics.median(ordered):.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"

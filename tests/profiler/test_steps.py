@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -96,8 +97,9 @@ def test_samples_of_a_freed_iterator_do_not_count() -> None:
     tracker = step_tracker.StepTracker(lambda: None)
 
     def get_batch(batches: Batches) -> None:
-        tracker.begin_input(batches)
-        tracker.end_input(batches, torch.ones(4))
+        iterator = weakref.ref(batches)
+        tracker.begin_input(iterator, True)
+        tracker.end_input(iterator, 4)
 
     looked_at = Batches()
     get_batch(looked_at)
@@ -107,7 +109,7 @@ def test_samples_of_a_freed_iterator_do_not_count() -> None:
     found = [Batches() for _ in range(1000)]
     (trained,) = [each for each in found if id(each) == address]
     get_batch(trained)
-    tracker.begin_backward((torch.zeros(()),), True)
+    tracker.begin_backward(True, None)
     assert tracker.samples == 4
 
 
@@ -160,8 +162,8 @@ def test_a_captured_step_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None
     tracker = step_tracker.StepTracker(lambda: None, lambda: found.append("GPU"))
     optimizer = sgd(model())
     for capturing[0] in (True, True, False, True, False):
-        tracker.begin_update(optimizer)
-        tracker.end_update(optimizer)
+        tracker.note_update(optimizer)
+        tracker.note_end_of_update(optimizer)
     assert tracker.steps == 2
     # Events of the clock must not be recorded during a capture.
     assert found == ["GPU"]

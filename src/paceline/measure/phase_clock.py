@@ -18,7 +18,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -101,9 +101,11 @@ class ExposedIntervals:
 class PhaseClock:
     """Measures phases and steps in the time of the program."""
 
-    def __init__(self) -> None:
+    def __init__(self, time: Callable[[], float] | None = None) -> None:
+        """`time` is called instead of `perf_counter`."""
+        self._time = time or perf_counter
         self.switches = 0
-        self.started = self._since = perf_counter()
+        self.started = self._since = self._time()
         self.phase = "other"
         """The current phase."""
         self._seconds = dict.fromkeys(PHASES, 0.0)
@@ -141,7 +143,7 @@ class PhaseClock:
 
     def enter(self, phase: str) -> float:
         """End the current phase and begin `phase`; returns the time of the change."""
-        now = perf_counter()
+        now = self._time()
         self._seconds[self.phase] += now - self._since
         if self._active_log is not None:
             self._active_log.phases.append(Span(self.phase, self._since, now))

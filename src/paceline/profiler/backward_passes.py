@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from functools import partial
+from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.autograd import Variable
+from torch.distributed import Work
 
-from paceline.profiler.collective_log import EXPOSED
+from paceline.profiler.collective_log import EXPOSED, POLLED
 from paceline.profiler.ddp import DdpModels
 
 if TYPE_CHECKING:
@@ -18,17 +21,28 @@ if TYPE_CHECKING:
 MAX_PASSES = 8
 """A pass that raises an exception never ends."""
 
+unbox: Callable[[Any], Any] = Work.unbox
+queue_callback = Variable._execution_engine.queue_callback
+
+COPIES_KEPT = 9
+"""Passes from which the time that DDP takes after its last bucket is estimated."""
+
 
 class _Pass:
     """A backward pass that issued collectives."""
 
-    __slots__ = ("collectives", "computed", "is_on_gpu", "phase")
+    __slots__ = ("collectives", "computed", "is_exact", "is_on_gpu", "phase", "remaining")
 
-    def __init__(self) -> None:
-        self.collectives: list[tuple[int, Any]] = []
-        """Positions in the log and futures."""
+    def __init__(self, *, is_exact: bool) -> None:
+        self.collectives: list[tuple[int, Any, int]] = []
+        """Positions in the log, Works, which are not unboxed, and their keys in `pending`, or 0."""
+        self.remaining: list[tuple[int, Any]] = []
+        """Positions and futures of those that DDP waits for: a Work is completed only after its
+        future."""
+        self.is_exact = is_exact
         self.is_on_gpu = False
         self.phase = ""
+        """On a GPU: the phase after it."""
         self.computed = 0.0
         """When all gradients were computed."""
 
@@ -39,74 +53,91 @@ class BackwardPasses:
     The autograd engine runs callbacks in the order in which they are queued, after all gradients
     are computed. DDP queues its own with its last bucket. The first bucket of a pass queues
     `_computed`, which queues `_synchronized`: one runs before DDP waits, and the other one after.
+
+    After the last bucket, DDP copies gradients. How long is known from passes whose ends are noted
+    by callbacks of the futures. In the others, that is subtracted from the end of the pass.
     """
 
     def __init__(self, recorder: CollectiveRecorder, models: DdpModels) -> None:
         self._recorder = recorder
         self._models = models
         self._passes: dict[int, _Pass] = {}
+        self._copies: deque[float] = deque(maxlen=COPIES_KEPT)
+        self._copy_seconds = 0.0
         self._computed = recorder.guard(self._computed_)
         self._synchronized = recorder.guard(self._synchronized_)
 
-    def add(self, position: int, future: Any) -> None:
-        """Add a collective that was issued just now, if a backward pass issued it.
+    def add(self, task: int, position: int, work: Any, key: int = 0) -> None:
+        """Add a collective that was issued just now.
 
-        On a GPU, `future` is None.
+        `work` is not unboxed; `key`: its id in `pending`, if the program may wait for it itself.
         """
-        task = torch._C._current_graph_task_id()
-        if task == -1:
-            return
-        known = self._passes.get(task)
-        if known is None:
-            if len(self._passes) >= MAX_PASSES:
-                self._passes.clear()
-            known = self._passes[task] = _Pass()
-            Variable._execution_engine.queue_callback(partial(self._computed, task))
-        known.collectives.append((position, future))
-        known.is_on_gpu |= future is None
+        known = self._passes.get(task) or self._begin(task)
+        known.collectives.append((position, work, key))
+        if known.is_exact:
+            self._recorder.note_end(unbox(work), position)
+
+    def add_on_gpu(self, task: int) -> None:
+        """A collective was issued on a GPU."""
+        known = self._passes.get(task) or self._begin(task)
+        known.is_on_gpu = True
+
+    def _begin(self, task: int) -> _Pass:
+        if len(self._passes) >= MAX_PASSES:
+            self._passes.clear()
+        known = self._passes[task] = _Pass(is_exact=self._recorder.is_exact_due(perf_counter()))
+        queue_callback(partial(self._computed, task))
+        return known
 
     def _computed_(self, task: int) -> None:
         known = self._passes.get(task)
         if known is None:
             return
-        clock = self._recorder.blocked.program.clock
-        known.computed, known.phase = perf_counter(), clock.phase
+        known.computed = perf_counter()
         if known.is_on_gpu:
             # The phase ends when the GPU has done what DDP makes it wait for.
+            clock = self._recorder.blocked.program.clock
+            known.phase = clock.phase
             clock.enter("exchange")
-        for position, future in known.collectives:
-            if future is None:
-                continue
-            if future.done():
-                self._recorder.has_ended(position, known.computed)
-            else:
-                # While DDP waits, the callback delays no computation.
-                future.add_done_callback(self._recorder.ender(None, position))
-        Variable._execution_engine.queue_callback(partial(self._synchronized, task))
+        else:
+            for position, work, _ in known.collectives:
+                future = unbox(work).get_future()
+                if future.done():
+                    self._recorder.has_ended(position, known.computed)
+                else:
+                    known.remaining.append((position, future))
+        queue_callback(partial(self._synchronized, task))
 
     def _synchronized_(self, task: int) -> None:
+        now = perf_counter()
         known, log = self._passes.pop(task, None), self._recorder.log
         if known is None or log is None:
             return
-        clock = self._recorder.blocked.program.clock
+        program = self._recorder.blocked.program
         self._models.end_backward(log)
         if known.is_on_gpu:
-            clock.enter(known.phase)
+            program.clock.enter(known.phase)
             return
-        now, last = perf_counter(), 0.0
-        for position, future in known.collectives:
+        copied = max(known.computed, now - self._copy_seconds)
+        noted = last = 0.0
+        for position, future in known.remaining:
             ended = log.ended(position)
-            if not ended and future.done():
-                # DDP may go on before the callback that notes the end.
-                ended = now
-                log.end(position, now)
+            if ended:
+                noted = max(noted, ended)
+            elif future.done():
+                ended = copied
+                log.end(position, ended)
+                if position != known.remaining[-1][0]:
+                    log.set_flag(position, POLLED)
             # The program waited for the others itself, or did not wait.
             if ended > known.computed and not log.has_flag(position, EXPOSED):
                 log.block(position, known.computed, ended)
                 last = max(last, ended)
+        for position, _, key in known.collectives:
+            if key and log.ended(position):
+                self._recorder.pending.pop(key, None)
+        if known.is_exact and last == noted > 0:
+            self._copies.append(now - last)
+            self._copy_seconds = median(self._copies)
         if last:
-            if clock.log is not None:
-                # A log has a phase only when it has ended.
-                clock.enter(clock.phase)
-            clock.expose(known.phase, known.computed, last)
-            clock.exposed.clear()
+            program.expose(known.computed, last)

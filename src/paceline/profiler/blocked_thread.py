@@ -9,7 +9,7 @@ import torch
 
 from paceline.measure.phase_clock import PhaseClock
 from paceline.profiler.collective_log import CollectiveLog
-from paceline.profiler.hooks import Guard
+from paceline.profiler.event_queue import Guard
 
 
 class Program(Protocol):
@@ -23,6 +23,9 @@ class Program(Protocol):
 
     def is_in_thread(self) -> bool: ...
 
+    def expose(self, began: float, ended: float) -> None:
+        """Between these times, the current phase was exposed communication."""
+
 
 class BlockedThread:
     def __init__(self, program: Program, guard: Guard) -> None:
@@ -30,6 +33,7 @@ class BlockedThread:
         self._section: list[tuple[CollectiveLog, int]] | None = None
         """The collectives of a C++ function that waits for them, while it runs."""
         self._section_began = 0.0
+        self._before_section = ""
         self._guard = guard
         self.enter = guard(self._enter)
         self.leave = guard(self._leave)
@@ -53,13 +57,14 @@ class BlockedThread:
         return perf_counter() if before is None else self.program.clock.enter(before)
 
     @property
-    def is_in_section(self) -> bool:
-        return self._section is not None and self.program.is_in_thread()
+    def has_section(self) -> bool:
+        return self._section is not None
 
     def add_to_section(self, log: CollectiveLog, position: int) -> None:
         """The program is blocked from the first collective of a section to the end of it."""
         if self._section is not None and self.program.is_in_thread():
             if not self._section:
+                self._before_section = self.program.clock.phase
                 self._section_began = self.program.clock.enter("exchange")
             self._section.append((log, position))
 
@@ -67,29 +72,28 @@ class BlockedThread:
         """Make a function that blocks from its first collective to its end."""
 
         @self._guard
-        def begin() -> str | None:
+        def begin() -> bool:
             if self._section is not None or not self.program.is_in_thread():
-                return None
+                return False
             self._section = []
-            return self.program.clock.phase
+            return True
 
         @self._guard
-        def end(before: str) -> None:
+        def end() -> None:
             records, self._section = self._section, None
             if records:
-                now = self.program.clock.enter(before)
+                now = self.program.clock.enter(self._before_section)
                 for log, position in records:
                     if not log.ended(position):
                         log.end(position, now)
                     log.block(position, self._section_began, log.ended(position))
 
         def function(*args: Any, **kwargs: Any) -> Any:
-            before = begin()
-            if before is None:
+            if not begin():
                 return original(*args, **kwargs)
             try:
                 return original(*args, **kwargs)
             finally:
-                end(before)
+                end()
 
         return function

@@ -42,8 +42,8 @@ class Operation:
         tensors = args[self.tensors]
         if type(tensors) is list and len(tensors) == 1:
             tensors = tensors[0]
-        if isinstance(tensors, Tensor):
-            return tensors, _nbytes(tensors)
+        if isinstance(tensors, Tensor) and tensors.layout is torch.strided:
+            return tensors, tensors.nbytes
         size_bytes = _nbytes(tensors)
         while not isinstance(tensors, Tensor):
             if not tensors:

@@ -22,24 +22,29 @@ synchronous one by those around it. While a CUDA graph is captured, nothing is r
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from random import Random
 from threading import get_ident
 from time import perf_counter
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import graph
 from torch.distributed import distributed_c10d
 
 from paceline.measure.timeline import is_capturing
 from paceline.profiler import collective_operations
-from paceline.profiler.backward_passes import BackwardPasses
+from paceline.profiler.backward_passes import BackwardPasses, unbox
 from paceline.profiler.blocked_thread import BlockedThread, Program
 from paceline.profiler.collective_log import (
     ASYNC,
@@ -47,21 +52,20 @@ from paceline.profiler.collective_log import (
     FAILED,
     ON_GPU,
     POLLED,
-    SIZE,
     CollectiveLog,
     Counts,
 )
 from paceline.profiler.collective_operations import Operation, transfer_counts
 from paceline.profiler.ddp import DdpModels
+from paceline.profiler.event_queue import Guard
 from paceline.profiler.gloo_threads import wait_until_idle
 from paceline.profiler.gpu_times import GpuInterval
-from paceline.profiler.hooks import Guard, Hooks, never_compile
+from paceline.profiler.hooks import Hooks, never_compile
 from paceline.profiler.python_groups import PythonGroups
 
-EXACT_FIRST, EXACT_SHARE = 64, 8
-"""The exact end is known of the first operations of a process, and of one in eight after them: a
-callback costs the program about 30 us, because a thread of the process group needs the GIL. Of
-what the program waits for, it is always known."""
+EXACT_SECONDS = 0.1
+"""Mean interval between operations, or backward passes, whose exact end is noted by a callback. It
+costs the program up to 0.2 ms, because a thread of the process group needs the GIL."""
 
 MAX_PENDING = 512
 """Operations whose end is not known, and for which the program may still wait."""
@@ -76,6 +80,9 @@ BLOCKING_FUNCTIONS: tuple[tuple[Any, str], ...] = (
 DISPATCH_SECONDS = 10e-6
 """Estimate of what a kernel in Python costs before and after it runs
 (benchmarks/collective_recorder.py)."""
+
+_RUN_BACKWARD = inspect.unwrap(graph._engine_run_backward).__code__
+"""The innermost function in Python while the engine runs."""
 
 _BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
@@ -94,9 +101,9 @@ class _Group:
     """Whether its operations run on a GPU, after the functions that wait for them return."""
 
 
-_Arrival = tuple[int, Tensor | None, bool, bool]
-"""Position in the log, the first tensor, whether the call does not wait, and whether it is one of
-NCCL."""
+_Arrival = tuple[int, Tensor | None, bool, bool, int]
+"""Position in the log, the first tensor, whether the call does not wait, whether it is one of NCCL,
+and the backward pass that issued it, or -1."""
 
 
 class Pending(NamedTuple):
@@ -132,6 +139,8 @@ class CollectiveRecorder:
         self._polled: deque[Pending] = deque(maxlen=MAX_PENDING)
         """Those without a callback at their end, in the order of their start."""
         self._has_nccl = False
+        self._next_exact = 0.0
+        self._random = Random(0)
         self._models = DdpModels(self)
         self._backward_passes = BackwardPasses(self, self._models)
         self.python_groups = PythonGroups(self)
@@ -182,8 +191,8 @@ class CollectiveRecorder:
         returns_work_only = len(op._schema.returns) == 1
         redispatch = op._handle.redispatch_boxed
         group_of = dist.ProcessGroup.unbox
-        work_of = dist.Work.unbox
         blocks = operation.blocks
+        graph_task = torch._C._current_graph_task_id
 
         inside, blocked = self.python_groups.inside, self.blocked
         program = blocked.program
@@ -197,22 +206,30 @@ class CollectiveRecorder:
             tensor, size_bytes = operation.measure(args)
             if tensor is not None and tensor.is_cuda and is_capturing():
                 return None
-            position = self.begin(operation, group, tensor, size_bytes, peer, is_async, arrival)
+            task = graph_task()
+            position = self.begin(
+                operation, group, tensor, size_bytes, peer, is_async, arrival, task
+            )
             is_nccl = self._has_nccl and self._uses_nccl(group, tensor, position)
-            return position, tensor, is_async, is_nccl
+            return position, tensor, is_async, is_nccl, task
 
         @self.guard
-        def launched(result: Any, arrived: _Arrival) -> None:
-            work = work_of(result if returns_work_only else result[1])
-            self._launched(operation, work, *arrived)
+        def launched(result: Any, arrived: _Arrival, caller: FrameType | None) -> None:
+            work = result if returns_work_only else result[1]
+            position, _, _, is_nccl, task = arrived
+            if task != -1 and not is_nccl and _is_engine(caller):
+                # The program has no Work to wait for.
+                self._backward_passes.add(task, position, work)
+            else:
+                self._launched(operation, work, *arrived)
 
         def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
             arrival = perf_counter()
             # Recorded before it is issued: a mismatch may end the process at once.
-            arrived = None if get_ident() in inside else arrive(args, arrival)
+            arrived = None if inside and get_ident() in inside else arrive(args, arrival)
             if arrived is None:
                 return redispatch(keyset & _BELOW, *args, **kwargs)
-            position, _, is_async, is_nccl = arrived
+            position, _, is_async, is_nccl, _ = arrived
             # One of NCCL that is synchronous is executed by the current stream, without a Work.
             is_synchronous = is_nccl and not is_async
             before = blocked.enter() if blocks or is_synchronous else None
@@ -231,7 +248,7 @@ class CollectiveRecorder:
                 elif blocks:
                     self.leave(before, position, arrival)
             if not (blocks or is_synchronous):
-                launched(result, arrived)
+                launched(result, arrived, sys._getframe().f_back)
             program.recorder_seconds += began - arrival + perf_counter() - ended + DISPATCH_SECONDS
             return result
 
@@ -271,10 +288,12 @@ class CollectiveRecorder:
         peer: int,
         is_async: bool,
         arrival: float,
+        task: int,
     ) -> int:
         """Record an arrival; returns the position in the log.
 
-        `tensor` is the first one, and `size_bytes` the size of all.
+        `tensor` is the first one, and `size_bytes` the size of all. `task`: the backward pass, or
+        -1.
         """
         known = self._groups.get(group.group_name) or self._add_group(group)
         assert self.log is not None
@@ -282,8 +301,10 @@ class CollectiveRecorder:
             sequence = next(known.messages.setdefault((operation.name, peer), count()))
         else:
             sequence = next(known.sequence)
-        flags = self._models.flags | (ASYNC if is_async else 0)
-        if torch._C._current_graph_task_id() != -1:
+        flags = self._models.flags
+        if is_async:
+            flags |= ASYNC
+        if task != -1:
             flags |= BACKWARD
         if operation.is_part:
             size_bytes *= known.size
@@ -297,7 +318,8 @@ class CollectiveRecorder:
         position = self.log.add(
             known.index, operation.code, flags, sequence, size_bytes, counts, peer, arrival
         )
-        self.blocked.add_to_section(self.log, position)
+        if self.blocked.has_section:
+            self.blocked.add_to_section(self.log, position)
         return position
 
     def _uses_nccl(self, group: Any, tensor: Tensor | None, position: int) -> bool:
@@ -320,26 +342,41 @@ class CollectiveRecorder:
         tensor: Tensor | None,
         is_async: bool,
         is_nccl: bool,
+        task: int,
     ) -> None:
-        if work is None:
+        own = unbox(work)
+        if own is None:
             # Several operations are launched together, and only the last one has a Work.
             self.has_ended(position, perf_counter())
             return
-        pending = self.hold(work, position, tensor, is_nccl)
+        pending = self.hold(own, position, tensor, is_nccl)
         self._poll()
-        future = None
+        is_in_pass = task != -1 and not self.blocked.has_section
         if is_nccl:
             # A future of NCCL is completed when the work is launched.
             self._polled.append(pending)
-        elif is_async and not operation.is_message:
-            # A message has no future: its end is that of `wait`.
-            future = work.get_future()
-            if _is_sampled(position // SIZE):
-                future.add_done_callback(self.ender(work, position))
-            else:
-                self._polled.append(pending)
-        if (is_nccl or future is not None) and not self.blocked.is_in_section:
-            self._backward_passes.add(position, future)
+            if is_in_pass:
+                self._backward_passes.add_on_gpu(task)
+        elif not is_async or operation.is_message:
+            # It ends with `wait`.
+            return
+        elif is_in_pass:
+            self._backward_passes.add(task, position, work, id(own))
+        elif self.is_exact_due(perf_counter()):
+            self.note_end(own, position)
+        else:
+            self._polled.append(pending)
+
+    def is_exact_due(self, now: float) -> bool:
+        """Whether the exact end of what begins now is noted; irregular, since buckets repeat."""
+        if now < self._next_exact:
+            return False
+        self._next_exact = now + EXACT_SECONDS * (0.5 + self._random.random())
+        return True
+
+    def note_end(self, work: Any, position: int) -> None:
+        """Note the exact end by a callback."""
+        work.get_future().add_done_callback(self.ender(work, position))
 
     def hold(
         self, work: Any, position: int, tensor: Tensor | None, is_on_gpu: bool = False
@@ -484,9 +521,9 @@ class CollectiveRecorder:
         return create
 
 
-def _is_sampled(number: int) -> bool:
-    """Whether the end of an operation is noted exactly; irregular, since buckets repeat."""
-    return number < EXACT_FIRST or (number * 2654435761 >> 16) % EXACT_SHARE == 0
+def _is_engine(caller: FrameType | None) -> bool:
+    """Whether C++ code such as that of DDP issued a collective, in a backward pass."""
+    return caller is None or caller.f_code is _RUN_BACKWARD
 
 
 def _times_nccl(group: Any) -> bool:

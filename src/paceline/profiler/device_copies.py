@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from paceline.profiler.call_sites import describe_line, script_line
+from paceline.profiler.event_queue import Guard
 from paceline.profiler.gpu_times import GpuInterval
-from paceline.profiler.hooks import Guard, Hooks
+from paceline.profiler.hooks import Hooks
 from paceline.profiler.step_tracker import StepTracker
 
 EXACT_FIRST, EXACT_SHARE = 64, 8

@@ -10,8 +10,11 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from threading import get_ident
+from time import perf_counter
 from types import ModuleType
 from typing import Any, TypeVar
+from weakref import ref
 
 import torch
 import torch.utils.data.dataloader as dataloader
@@ -24,18 +27,13 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from paceline.profiler.step_tracker import StepTracker
-
-NO_MODEL = frozenset(("other", "update", "evaluate"))
-"""Phases in which the call of a module may begin another phase."""
+from paceline.profiler.event_queue import EventQueue, Guard
+from paceline.profiler.step_tracker import StepTracker, count_samples
 
 SAVER = "torch.distributed.checkpoint.state_dict_saver"
 """Its function `_save_state_dict` writes a distributed checkpoint."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-Guard = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""Makes a function that never raises: after an exception, the profiler stops."""
 
 
 class Hooks:
@@ -85,20 +83,20 @@ class Hooks:
         return ()
 
     def install(self, tracker: StepTracker, guard: Guard) -> None:
-        self._hook_models(tracker, guard(tracker.call_model))
+        self._hook_models(tracker.events, guard(tracker.note_call))
         self._hook_graphs(guard(tracker.replay_graph))
-        self._hook_backward(guard(tracker.begin_backward), guard(tracker.end_backward))
-        self._hook_input(guard(tracker.begin_input), guard(tracker.end_input))
-        self._hook_optimizers(guard(tracker.begin_update), guard(tracker.end_update))
+        self._hook_backward(guard(tracker.note_backward), guard(tracker.note_end_of_backward))
+        self._hook_input(tracker, guard(count_samples))
+        self._hook_optimizers(guard(tracker.note_update), guard(tracker.note_end_of_update))
         self._hook_grad_scaler(tracker, guard(tracker.scale_loss), guard(tracker.skip_update))
         self._hook_checkpoints(guard(tracker.begin_checkpoint), guard(tracker.end_checkpoint))
         self.hook_imported()
 
-    def _hook_models(self, tracker: StepTracker, call_model: Callable[..., Any]) -> None:
+    def _hook_models(self, events: EventQueue, note_call: Callable[..., Any]) -> None:
         self.replace(
             nn.Module,
             "__call__",
-            lambda original: measured_call(original, tracker, call_model),
+            lambda original: measured_call(original, events, note_call),
             is_compiled=True,
         )
 
@@ -115,30 +113,37 @@ class Hooks:
     def _hook_backward(self, begin: Callable[..., Any], end: Callable[..., Any]) -> None:
         def make(original: Any) -> Any:
             def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-                phase = begin(outputs, kwargs.get("accumulate_grad", False))
-                if phase is None:
+                if not begin(outputs, kwargs.get("accumulate_grad", False)):
                     return original(outputs, *args, **kwargs)
                 try:
                     return original(outputs, *args, **kwargs)
                 finally:
-                    end(phase)
+                    end()
 
             return run_backward
 
         # Both torch.autograd.backward and torch.autograd.grad call it.
         self.replace(torch.autograd, "_engine_run_backward", make)
 
-    def _hook_input(self, begin: Callable[..., Any], end: Callable[..., Any]) -> None:
+    def _hook_input(self, tracker: StepTracker, samples: Callable[..., Any]) -> None:
+        events, begin, end = tracker.events, tracker.begin_input, tracker.end_input
+
         def make(original: Any) -> Any:
             def measured(self: Any) -> Any:
-                if not begin(self):
+                if get_ident() != events.thread:
                     return original(self)
-                batch = None
+                batch, iterator = None, ref(self)
+                events.append((perf_counter(), begin, iterator, torch.is_grad_enabled()))
                 try:
                     batch = original(self)
                     return batch
                 finally:
-                    end(self, batch)
+                    now = perf_counter()
+                    size = None if batch is None else samples(batch)
+                    events.append((now, end, iterator, size))
+                    events.is_in_model = False
+                    if now >= events.due:
+                        events.flush()
 
             return measured
 
@@ -214,13 +219,13 @@ def named_like(replacement: Any, original: Any, owner: Any, name: str) -> Any:
     return replacement
 
 
-def measured_call(original: Any, tracker: StepTracker, call_model: Callable[..., Any]) -> Any:
-    """`Module.__call__` that calls `call_model` first if no model is training."""
+def measured_call(original: Any, events: EventQueue, note_call: Callable[..., Any]) -> Any:
+    """`Module.__call__` that calls `note_call` first if no model is training."""
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # Compiled code must not depend on the phase.
-        if not is_dynamo_compiling() and tracker.clock.phase in NO_MODEL:
-            call_model(self)
+        # Compiled code must not depend on what was noted.
+        if not is_dynamo_compiling() and not events.is_in_model:
+            note_call(self)
         return original(self, *args, **kwargs)
 
     # torch.compile treats this frame like the one that it replaces.

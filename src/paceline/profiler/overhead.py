@@ -1,4 +1,8 @@
-"""What the profiler costs the script, for `measurement_overhead` of the result."""
+"""What the profiler costs the script, for `measurement_overhead` of the result.
+
+Interpreting what hooks noted is timed while it is done. What the hooks themselves take is too short
+to be timed each time: it is measured once, and multiplied by the number of calls.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +12,22 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
-from paceline.profiler.hooks import Guard, measured_call
+from paceline.profiler.event_queue import Guard
+from paceline.profiler.hooks import measured_call
 from paceline.profiler.script_calls import ScriptCalls
 from paceline.profiler.step_tracker import StepTracker
 
-BLOCKS, REPEATS = 5, 40
-"""Take a few milliseconds."""
+REPEATS = 25
+DISPLACED_BYTES = 4 << 20
+"""More than the caches that belong to one core."""
 
 
 class HookCosts(NamedTuple):
     """Measured on this machine before the script trains."""
 
-    change_seconds: float = 0.0
-    """Of a phase change, with the hook that makes it."""
+    note_seconds: float = 0.0
+    """Of noting an event."""
     call_seconds: float = 0.0
     """Of the call of a module inside a model."""
     timed_seconds: float = 0.0
@@ -31,12 +36,12 @@ class HookCosts(NamedTuple):
     """Of a read-back that is not timed."""
 
     def seconds(self, tracker: StepTracker) -> float:
-        """Estimate the time that all hooks so far took the script."""
-        changes = tracker.clock.switches * self.change_seconds
+        """Estimate the time that the profiler took the script so far."""
+        noted = tracker.events.noted * self.note_seconds + tracker.events.seconds
         modules = tracker.module_calls * self.call_seconds
         calls = tracker.timed_calls * self.timed_seconds
         skipped = tracker.skipped_calls * self.skipped_seconds
-        return changes + modules + calls + skipped + tracker.recorder_seconds
+        return noted + modules + calls + skipped + tracker.recorder_seconds
 
 
 class _Optimizer:
@@ -44,42 +49,33 @@ class _Optimizer:
 
 
 def measure_hook_costs(guard: Guard) -> HookCosts:
-    tracker = StepTracker(lambda: None)
-    step = _step_of_hooks(tracker, guard)
-    seconds = _seconds(step)
-    change_seconds = BLOCKS * REPEATS * seconds / tracker.clock.switches
+    tracker = StepTracker(lambda: None, guard=guard)
+    # Interpreting is timed elsewhere.
+    tracker.events.defer()
+    note = guard(tracker.note_update)
+    optimizer = _Optimizer()
+    note_seconds = _seconds(lambda: note(optimizer), has_cold_caches=True)
+    tracker.clock.enter("forward")
     nothing = _seconds(lambda: _nothing(None, None))
     others = (_call(tracker), _timed_read_back(tracker, guard), _skipped_read_back(tracker, guard))
-    return HookCosts(change_seconds, *(max(0.0, _seconds(each) - nothing) for each in others))
+    return HookCosts(note_seconds, *(max(0.0, _seconds(each) - nothing) for each in others))
 
 
-def _seconds(function: Callable[[], object]) -> float:
-    """The median over blocks: other processes may take the core during one of them."""
-    blocks = []
-    for _ in range(BLOCKS):
+def _seconds(function: Callable[[], object], *, has_cold_caches: bool = False) -> float:
+    """The median: other processes may take the core during a call.
+
+    With cold caches: the program ran since the last call.
+    """
+    displaced = torch.zeros(DISPLACED_BYTES if has_cold_caches else 0, dtype=torch.uint8)
+    calls = 1 if has_cold_caches else 40
+    seconds = []
+    for _ in range(REPEATS):
+        displaced.add_(1)
         began = perf_counter()
-        for _ in range(REPEATS):
+        for _ in range(calls):
             function()
-        blocks.append((perf_counter() - began) / REPEATS)
-    return median(blocks)
-
-
-def _step_of_hooks(tracker: StepTracker, guard: Guard) -> Callable[[], None]:
-    begin_input, end_input = guard(tracker.begin_input), guard(tracker.end_input)
-    begin_backward, end_backward = guard(tracker.begin_backward), guard(tracker.end_backward)
-    begin_update, end_update = guard(tracker.begin_update), guard(tracker.end_update)
-    call_model, model, optimizer = guard(tracker.call_model), nn.Identity(), _Optimizer()
-    loss, batch = torch.zeros(()), (torch.zeros(1),)
-
-    def step() -> None:
-        begin_input(tracker)
-        end_input(tracker, batch)
-        call_model(model)
-        end_backward(begin_backward((loss,), True))
-        begin_update(optimizer)
-        end_update(optimizer)
-
-    return step
+        seconds.append((perf_counter() - began) / calls)
+    return median(seconds)
 
 
 def _nothing(*_: Any) -> None:
@@ -87,8 +83,8 @@ def _nothing(*_: Any) -> None:
 
 
 def _call(tracker: StepTracker) -> Callable[[], None]:
-    call = measured_call(_nothing, tracker, _nothing)
-    tracker.clock.enter("forward")
+    call = measured_call(_nothing, tracker.events, _nothing)
+    tracker.events.is_in_model = True
     return lambda: call(None, None)
 
 

@@ -20,6 +20,7 @@ from paceline.profiler.collective_operations import Operation
 if TYPE_CHECKING:
     from paceline.profiler.collectives import CollectiveRecorder
 
+graph_task = torch._C._current_graph_task_id
 BLOCKING_METHODS = ("wait", "synchronize", "result", "get_future")
 
 
@@ -49,7 +50,7 @@ class PythonGroups:
         def arrive(group: Any, args: tuple[Any, ...], arrival: float) -> int:
             tensor, size = operation.measure(args)
             return recorder.begin(
-                operation, group, tensor, size, operation.peer(args), True, arrival
+                operation, group, tensor, size, operation.peer(args), True, arrival, graph_task()
             )
 
         @recorder.guard

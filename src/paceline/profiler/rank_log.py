@@ -59,9 +59,6 @@ class RankLog:
         self.window = window
         self.costs = costs
         self.sources = list(sources)
-        self.measuring_seconds = 0.0
-        """Up to the last block."""
-        self._writing_seconds = 0.0
         self._events: EventWriter | None = None
         self._lock: int | None = None
         self._losses: list[Tensor | None] = []
@@ -127,7 +124,6 @@ class RankLog:
 
     def _write(self, tracker: StepTracker) -> EventWriter:
         assert self._block is not None
-        began = perf_counter()
         clock = tracker.clock
         known, self._block = iter(self._block.values()), None
         losses = [next(known) if has_loss else None for has_loss in self._has_loss]
@@ -138,7 +134,6 @@ class RankLog:
         values: dict[str, Any] = {}
         if not self._first:
             values["after_first"] = self._after_first
-        self.measuring_seconds = self._writing_seconds + self.costs.seconds(tracker)
         for source in self.sources:
             for event, of_event in source():
                 self._events.write(event, **of_event)
@@ -151,12 +146,11 @@ class RankLog:
             samples=tracker.samples - self._before.samples,
             checkpoints=tracker.checkpoints - self._before.checkpoints,
             phases=self._phases(clock.known_seconds),
-            measuring_seconds=round(self.measuring_seconds, 6),
+            measuring_seconds=round(self.costs.seconds(tracker), 6),
             **values,
         )
         self._first += len(losses)
         self._written = perf_counter()
-        self._writing_seconds += self._written - began
         return self._events
 
     def _phases(self, seconds: Mapping[str, float]) -> dict[str, float]:

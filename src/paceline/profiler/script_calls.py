@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from types import CodeType, FrameType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.utils.data.dataloader as dataloader
@@ -30,7 +30,8 @@ from paceline.profiler.call_sites import (
     script_line,
 )
 from paceline.profiler.ddp import describe
-from paceline.profiler.hooks import Guard, Hooks
+from paceline.profiler.event_queue import Guard
+from paceline.profiler.hooks import Hooks
 from paceline.profiler.step_tracker import StepTracker
 
 READ_BACKS = ("item", "tolist", "__float__", "__int__", "__bool__")
@@ -52,6 +53,8 @@ CHECKPOINT_CALL = "torch.save"
 TIMED_MAX, STRIDE = 64, 16
 """Read-backs of one line that are all timed in a step; of those after them, one in `STRIDE` is."""
 NEVER_TIMED = 1 << 62
+ITERATORS_KEPT = 64
+"""Of DataLoaders; from then on, those that no longer exist are forgotten."""
 RECORD_SHARE = 0.1
 """A script that is killed loses at most the calls of this share of its time."""
 
@@ -102,7 +105,8 @@ class ScriptCalls:
         self._ignored_sites: list[CallSite] = []
         self._loaders: WeakKeyDictionary[Any, LoaderUse] = WeakKeyDictionary()
         self._uses: list[LoaderUse] = []
-        self._iterators: WeakKeyDictionary[Any, LoaderUse] = WeakKeyDictionary()
+        self._iterators: dict[int, tuple[ref[Any], LoaderUse]] = {}
+        """By id of the weak reference, which is always the same one for an iterator."""
         self._models: WeakKeyDictionary[Any, ModelUse] = WeakKeyDictionary()
 
     def install(self, hooks: Hooks, guard: Guard) -> None:
@@ -146,10 +150,13 @@ class ScriptCalls:
 
         def make(original: Any) -> Any:
             def call(tensor: Any) -> Any:
-                if is_dynamo_compiling() or tracker.clock.phase in NOT_IN_STEPS:
+                if is_dynamo_compiling():
                     return original(tensor)
                 frame = getframe(1)
                 site = sites.get((id(frame.f_code), frame.f_lasti), unknown)
+                # Reading the phase of one that is ignored would only take time.
+                if site.left < STRIDE and tracker.clock.phase in NOT_IN_STEPS:
+                    return original(tensor)
                 if site.left:
                     site.left -= 1
                     return original(tensor)
@@ -229,7 +236,8 @@ class ScriptCalls:
         return CallSite(name, file, line)
 
     def _hook_loaders(self, hooks: Hooks, guard: Guard) -> None:
-        created, began, got = guard(self._created), guard(self._began), guard(self._got)
+        created, began = guard(self._created), guard(self._began)
+        self._tracker.on_batch = self._got
 
         def make_loader(original: Any) -> Any:
             def init(loader: Any, *args: Any, **kwargs: Any) -> None:
@@ -245,18 +253,8 @@ class ScriptCalls:
 
             return init
 
-        def make_next(original: Any) -> Any:
-            def measured(iterator: Any) -> Any:
-                start = perf_counter()
-                batch = original(iterator)
-                got(iterator, perf_counter() - start)
-                return batch
-
-            return measured
-
         hooks.replace(dataloader.DataLoader, "__init__", make_loader)
         hooks.replace(dataloader._BaseDataLoaderIter, "__init__", make_iterator)
-        hooks.replace(dataloader._BaseDataLoaderIter, "__next__", make_next)
 
     def _created(self, loader: Any, frame: FrameType) -> None:
         use = LoaderUse(script_line(frame), loader.num_workers, loader.batch_size)
@@ -266,11 +264,15 @@ class ScriptCalls:
     def _began(self, iterator: Any, loader: Any) -> None:
         use = self._loaders.get(loader)
         if use is not None:
-            self._iterators[iterator] = use
+            if len(self._iterators) >= ITERATORS_KEPT:
+                kept = {key: one for key, one in self._iterators.items() if one[0]() is not None}
+                self._iterators = kept
+            reference = ref(iterator)
+            self._iterators[id(reference)] = reference, use
 
-    def _got(self, iterator: Any, seconds: float) -> None:
-        use = self._iterators.get(iterator)
-        if use is not None and self._tracker.clock.phase != "evaluate":
+    def _got(self, iterator: ref[Any], seconds: float) -> None:
+        _, use = self._iterators.get(id(iterator), (None, None))
+        if use is not None:
             use.batches += 1
             use.seconds += seconds
 

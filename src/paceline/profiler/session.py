@@ -45,7 +45,7 @@ class Session:
         self.log = RankLog(
             RunFolder(folder), measure_hook_costs(self.guard), window or StepWindow()
         )
-        self.tracker = StepTracker(self._end_step, self._count_copies)
+        self.tracker = StepTracker(self._end_step, self._count_copies, self.guard)
         self._trace: TraceLog | None = None
         if has_trace:
             self._trace = TraceLog(self.tracker, self.log.window.first)
@@ -83,6 +83,8 @@ class Session:
         self._copies.install(self._hooks, self.guard)
 
     def _end_step(self) -> None:
+        if not self._is_open:
+            return
         if self._trace is not None:
             self._trace.step()
         self._calls.end_step()
@@ -146,6 +148,7 @@ class Session:
             self._facts = self.guard(ProcessFacts)(self.folder)
 
     def _stop(self, error: BaseException | None = None) -> None:
+        self.tracker.events.flush()
         if self._is_open:
             self._calls.finish()
             if self._trace is not None:

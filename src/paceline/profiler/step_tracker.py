@@ -15,39 +15,51 @@ Some phases are known only when the next one begins: `_relabel` changes the one 
 A step ends with an optimizer's step. If a script has several optimizers, such as a GAN, it ends
 with the one that steps last in an iteration, or with the request for the next batch. The time until
 the next step belongs to that step, except for evaluation and checkpoints between the two.
+
+Hooks call methods that begin with `note`, which append an event to a queue; those that interpret it
+follow. `clock` is up to date with all that was noted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from threading import get_ident
+from time import perf_counter
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.measure.phase_clock import CudaPhaseClock, PhaseClock, clock_for
+from paceline.profiler.event_queue import EventQueue, Guard
 
 SEQUENCES = (list, tuple)
 NOT_INTERRUPTED = frozenset(("input", "backward", "checkpoint"))
 """Phases that contain whatever a script does in them."""
+NO_MODEL = frozenset(("other", "update", "evaluate"))
+"""Phases in which the call of a module may begin another phase."""
 
 
-def nothing() -> Any:
-    """In place of a weak reference."""
+def nothing(*_: object) -> Any:
+    """In place of a weak reference, or of a function to call."""
 
 
 class StepTracker:
     """Follows one thread: the one that takes optimizer steps."""
 
     def __init__(
-        self, on_step: Callable[[], None], on_gpu: Callable[[], None] = lambda: None
+        self,
+        on_step: Callable[[], None],
+        on_gpu: Callable[[], None] = lambda: None,
+        guard: Guard = lambda function: function,
     ) -> None:
         """`on_gpu` is called when the optimizer is found to be on a GPU."""
-        self.clock = PhaseClock()
-        self.thread = get_ident()
+        self.events = EventQueue(guard)
+        self._clock = PhaseClock(self.events.time)
+        self.on_batch: Callable[[Any, float], object] = nothing
+        """Called with a weak reference to the iterator of a batch, and the seconds it took."""
         self.steps = 0
         self.updates = 0
         """Steps of all optimizers."""
@@ -69,15 +81,18 @@ class StepTracker:
         self._is_on_gpu = False
         self._modules: dict[int, int] = {}
         """Number of modules by the id of a model."""
-        self._optimizers: WeakSet[Optimizer] = WeakSet()
+        self._optimizers: dict[int, ref[Optimizer]] = {}
+        """Weak references by id; it is always the same one for an optimizer."""
         self._last_optimizer: Callable[[], Optimizer | None] = nothing
         """A weak reference to the one that ends steps."""
         self._others: set[int] = set()
-        """Ids of other optimizers that stepped since then."""
+        """Ids of the references to other optimizers that stepped since then."""
         self._is_manual = False
         """Whether the program says where steps end."""
-        self._stepping: list[int] = []
-        """Ids of optimizers whose step is in progress: one may call another, or a closure."""
+        self._stepping: list[ref[Optimizer]] = []
+        """Optimizers whose step is in progress: one may call another, or a closure."""
+        self._outer: list[Any] = []
+        """For each input and backward pass in progress, what its end must know."""
         self._phase_after_update = "other"
         self._computes = False
         """Whether the step has called a model."""
@@ -97,6 +112,11 @@ class StepTracker:
         """Whether the model called last is in evaluation mode, but with gradients."""
 
     @property
+    def clock(self) -> PhaseClock:
+        self.events.flush()
+        return self._clock
+
+    @property
     def learning_rate(self) -> float | None:
         """Of the first parameter group; None if it is a tensor, which could be on a GPU."""
         optimizer = self._last_optimizer()
@@ -105,37 +125,42 @@ class StepTracker:
 
     def is_in_thread(self) -> bool:
         """Whether this is the thread that trains, and what it does can be timed."""
-        if get_ident() != self.thread:
-            return False
-        # The clock's marks must not become part of a CUDA graph.
-        return not (self._is_on_gpu and torch.cuda.is_current_stream_capturing())
+        return get_ident() == self.events.thread and not self._is_capturing()
+
+    def _is_capturing(self) -> bool:
+        """The clock's marks must not become part of a CUDA graph."""
+        return self._is_on_gpu and torch.cuda.is_current_stream_capturing()
 
     def _enter_after_interruption(self, phase: str) -> None:
         """Enter a phase of the step; it begins the step unless that has begun."""
         if self._computes:
-            self.clock.enter(phase)
+            self._clock.enter(phase)
         else:
             self._is_interrupted = False
-            self.clock.begin_step(phase)
+            self._clock.begin_step(phase)
 
     def _relabel(self, phase: str) -> None:
         """Change the phase that is about to end."""
-        self.clock.phase = phase
+        self._clock.phase = phase
 
-    def begin_input(self, iterator: object) -> bool:
-        """A batch is requested; returns whether `end_input` must follow."""
-        phase = self.clock.phase
-        if phase in NOT_INTERRUPTED or not self.is_in_thread():
+    def begin_input(self, iterator: Callable[[], object], has_gradients: bool) -> None:
+        """A batch is requested; `iterator` is a weak reference."""
+        is_input = self._is_input(iterator, has_gradients)
+        self._outer.append((is_input, self.events.time()))
+
+    def _is_input(self, iterator: Callable[[], object], has_gradients: bool) -> bool:
+        phase = self._clock.phase
+        if phase in NOT_INTERRUPTED or self._is_capturing():
             return False
         if self._maybe_evaluation and phase == "forward":
             # No backward pass followed.
             self._relabel("evaluate")
             self._is_interrupted, self._computes = True, False
         self._maybe_evaluation = False
-        if self._others and self._iterator() is iterator:
+        if self._others and self._iterator is iterator:
             # The iteration is over without a step of the optimizer that usually ends it.
             self.end_step()
-        if not torch.is_grad_enabled() or self._evaluation_iterator() is iterator:
+        if not has_gradients or self._evaluation_iterator is iterator:
             self._maybe_teacher = nothing
             self._enter_evaluation()
             return False
@@ -143,37 +168,54 @@ class StepTracker:
         if self._is_interrupted:
             self._enter_after_interruption("input")
         else:
-            self.clock.enter("input")
+            self._clock.enter("input")
         return True
 
-    def end_input(self, iterator: object, batch: object) -> None:
-        self.clock.enter("other")
-        self._has_batch = True
-        if self._iterator() is not iterator:
-            # The last batches of the other one were for evaluation, or only looked at.
-            self._iterator, self._samples_ahead = ref(iterator), 0
-        self._samples_ahead += count_samples(batch)
+    def end_input(self, iterator: Callable[[], object], samples: int | None) -> None:
+        """`samples` is None if there is no batch."""
+        is_input, began = self._outer.pop() if self._outer else (False, 0.0)
+        if is_input:
+            self._clock.enter("other")
+            self._has_batch = True
+            if self._iterator is not iterator:
+                # The last batches of the other one were for evaluation, or only looked at.
+                self._iterator, self._samples_ahead = iterator, 0
+            self._samples_ahead += samples or 0
+        if samples is not None and self._clock.phase != "evaluate":
+            self.on_batch(iterator, self.events.time() - began)
 
     def _enter_evaluation(self) -> None:
-        if self.clock.phase != "evaluate":
-            self.clock.enter("evaluate")
+        if self._clock.phase != "evaluate":
+            self._clock.enter("evaluate")
             self._is_interrupted = True
 
-    def call_model(self, model: nn.Module) -> None:
-        """A module is called while no model is training."""
-        if not self.is_in_thread():
-            return
-        clock = self.clock
+    def note_call(self, model: nn.Module) -> None:
+        """A module is called that is not known to be part of a model."""
+        events = self.events
+        if get_ident() == events.thread:
+            is_training = model.training
+            trains, now = is_training or torch.is_grad_enabled(), perf_counter()
+            events.append((now, self.call_model, ref(model), trains, is_training))
+            events.is_in_model = trains
+            if now >= events.due:
+                events.flush()
+
+    def call_model(self, reference: ref[nn.Module], trains: bool, is_training: bool) -> None:
+        """`trains`: gradients are computed, or the model is in training mode (`is_training`)."""
+        clock = self._clock
         phase = clock.phase
-        if phase != "evaluate":
+        if phase not in NO_MODEL or self._is_capturing():
+            return
+        model = reference()
+        if phase != "evaluate" and model is not None:
             self.module_calls += self._modules.get(id(model)) or self._count_modules(model)
         has_batch, self._has_batch = self._has_batch, False
-        if torch.is_grad_enabled() or model.training:
+        if trains:
             if phase == "evaluate" and self._has_teacher(model):
                 self._relabel("forward")
                 self._is_interrupted = False
             self._evaluation_iterator = nothing
-            self._maybe_evaluation = not model.training and not self._stepping
+            self._maybe_evaluation = not is_training and not self._stepping
             self._is_after_backward = False
             if self._is_interrupted:
                 self._enter_after_interruption("forward")
@@ -184,10 +226,10 @@ class StepTracker:
             if has_batch:
                 self._evaluation_iterator = self._iterator
             if has_batch or self._iterator is nothing:
-                self._maybe_teacher = ref(model)
+                self._maybe_teacher = reference
             self._enter_evaluation()
 
-    def _has_teacher(self, model: nn.Module) -> bool:
+    def _has_teacher(self, model: nn.Module | None) -> bool:
         """Whether a model was called without gradients for the training batch, like a teacher."""
         found, self._maybe_teacher = self._maybe_teacher(), nothing
         if found is None or self._iterator is not nothing:
@@ -199,13 +241,35 @@ class StepTracker:
         modules = self._modules[id(model)] = sum(1 for _ in model.modules())
         return modules
 
-    def begin_backward(self, outputs: Any, accumulates: bool) -> str | None:
-        """Returns the phase after it; None if it is part of another one.
+    def note_backward(self, outputs: Any, accumulates: bool) -> bool:
+        """Returns whether `note_end_of_backward` must follow.
 
         `accumulates`: whether gradients are accumulated in parameters, not returned.
         """
-        phase = self.clock.phase
-        if phase in NOT_INTERRUPTED or not self.is_in_thread():
+        events = self.events
+        if get_ident() != events.thread:
+            return False
+        loss = outputs[0] if isinstance(outputs, SEQUENCES) and outputs else outputs
+        if self._unscaled_loss is not None:
+            loss = self._unscaled_loss
+            if accumulates:
+                self._unscaled_loss = None
+        loss = loss.detach() if isinstance(loss, Tensor) and not loss.dim() else None
+        events.append((perf_counter(), self.begin_backward, accumulates, loss))
+        events.is_in_model = False
+        return True
+
+    def note_end_of_backward(self) -> None:
+        self.events.append((perf_counter(), self.end_backward))
+        self.events.is_in_model = False
+
+    def begin_backward(self, accumulates: bool, loss: Tensor | None) -> None:
+        self._outer.append(self._phase_after_backward(accumulates, loss))
+
+    def _phase_after_backward(self, accumulates: bool, loss: Tensor | None) -> str | None:
+        """Enter the phase; returns None if it is part of another one."""
+        phase = self._clock.phase
+        if phase in NOT_INTERRUPTED or self._is_capturing():
             return None
         if phase == "other":
             # A compiled function or a functional model is not called as a module.
@@ -213,18 +277,15 @@ class StepTracker:
         if self._is_interrupted:
             self._enter_after_interruption("backward")
         else:
-            self.clock.enter("backward")
+            self._clock.enter("backward")
         self._computes = True
         if not accumulates:
             return phase
         self._maybe_evaluation = self._has_batch = False
         self.samples += self._samples_ahead
         self._samples_ahead = 0
-        loss = outputs[0] if isinstance(outputs, SEQUENCES) and outputs else outputs
-        if self._unscaled_loss is not None:
-            loss, self._unscaled_loss = self._unscaled_loss, None
-        if isinstance(loss, Tensor) and not loss.dim():
-            self.loss = loss.detach()
+        if loss is not None:
+            self.loss = loss
         return "update" if self._stepping else "other"
 
     def scale_loss(self, outputs: object) -> None:
@@ -232,26 +293,53 @@ class StepTracker:
         if isinstance(outputs, Tensor) and self.is_in_thread():
             self._unscaled_loss = outputs.detach()
 
-    def end_backward(self, phase: str) -> None:
-        self.clock.enter(phase)
-        self._is_after_backward = phase == "other"
+    def end_backward(self) -> None:
+        phase = self._outer.pop() if self._outer else None
+        if phase is not None:
+            self._clock.enter(phase)
+            self._is_after_backward = phase == "other"
 
-    def begin_update(self, optimizer: Optimizer, *_: object) -> None:
+    def expose(self, began: float, ended: float) -> None:
+        if get_ident() == self.events.thread:
+            self.events.append((perf_counter(), self._expose, began, ended))
+
+    def _expose(self, began: float, ended: float) -> None:
+        clock = self._clock
+        if clock.log is not None:
+            # A log has a phase only when it has ended.
+            clock.enter(clock.phase)
+        clock.expose(clock.phase, began, ended)
+        clock.exposed.clear()
+
+    def note_update(self, optimizer: Optimizer, *_: object) -> None:
         """The hook of torch has more arguments, which do not matter here."""
         self.updates += 1
-        if id(optimizer) in self._stepping:
+        self.events.append((perf_counter(), self.begin_update, ref(optimizer), get_ident()))
+        self.events.is_in_model = False
+
+    def note_end_of_update(self, optimizer: Optimizer, *_: object) -> None:
+        events, now = self.events, perf_counter()
+        events.append((now, self.end_update, ref(optimizer)))
+        events.is_in_model = False
+        if now >= events.due:
+            events.flush()
+
+    def begin_update(self, optimizer: ref[Optimizer], thread: int) -> None:
+        if optimizer in self._stepping:
             # Its last step raised an exception.
             self._stepping.clear()
-        self._stepping.append(id(optimizer))
+        self._stepping.append(optimizer)
         if len(self._stepping) > 1:
             return
         if not self.steps:
-            self.thread = get_ident()
-            self._use_device_of(optimizer)
-        if not self.is_in_thread():
+            if self.events.thread != thread:
+                self.events.thread = thread
+                self._outer.clear()
+            self._use_device_of(optimizer())
+        if thread != self.events.thread or self._is_capturing():
             self._stepping.clear()
             return
-        phase = self.clock.phase
+        phase = self._clock.phase
         # Optimizers may step for each parameter as soon as its gradient is known.
         self._phase_after_update = "backward" if phase == "backward" else "other"
         if self._is_after_backward and phase == "other":
@@ -260,75 +348,78 @@ class StepTracker:
         if self._is_interrupted:
             self._enter_after_interruption("update")
         else:
-            self.clock.enter("update")
+            self._clock.enter("update")
 
-    def _use_device_of(self, optimizer: Optimizer) -> None:
+    def _use_device_of(self, optimizer: Optimizer | None) -> None:
         device = self._device_of(optimizer)
-        if device.type != "cuda" or isinstance(self.clock, CudaPhaseClock):
+        if device.type != "cuda" or isinstance(self._clock, CudaPhaseClock):
             return
         self._is_on_gpu = True
         if not torch.cuda.is_current_stream_capturing():
-            self.clock = clock_for(device, self.clock)
+            self._clock = clock_for(device, self._clock)
             # Of the first step, it measures only the rest.
-            self.clock.begin_step("other")
+            self._clock.begin_step("other")
             self._on_gpu()
 
     @staticmethod
-    def _device_of(optimizer: Optimizer) -> torch.device:
-        parameters = (each for group in optimizer.param_groups for each in group["params"])
+    def _device_of(optimizer: Optimizer | None) -> torch.device:
+        groups = optimizer.param_groups if optimizer is not None else ()
+        parameters = (each for group in groups for each in group["params"])
         return next((each.device for each in parameters), torch.device("cpu"))
 
-    def end_update(self, optimizer: Optimizer, *_: object) -> None:
-        if id(optimizer) not in self._stepping:
-            return
-        if self._stepping[0] != id(optimizer):
+    def end_update(self, optimizer: ref[Optimizer]) -> None:
+        if not self._stepping or self._stepping[0] is not optimizer:
             return
         self._stepping.clear()
-        is_known = optimizer is self._last_optimizer() and not self._is_manual
+        is_known = optimizer is self._last_optimizer and not self._is_manual
         if is_known or self._ends_step(optimizer):
             self.end_step(self._phase_after_update)
         else:
-            self.clock.enter(self._phase_after_update)
+            self._clock.enter(self._phase_after_update)
 
     def skip_update(self, optimizer: Optimizer) -> None:
         """A GradScaler skipped the step of an optimizer, because gradients were not finite."""
-        if self.is_in_thread() and self._ends_step(optimizer):
+        self.events.flush()
+        if self.is_in_thread() and self._ends_step(ref(optimizer)):
             self.end_step()
 
-    def _ends_step(self, optimizer: Optimizer) -> bool:
+    def _ends_step(self, optimizer: ref[Optimizer]) -> bool:
         if self._is_manual:
             return False
-        if optimizer is not self._last_optimizer():
+        if optimizer is not self._last_optimizer:
+            key = id(optimizer)
             # If it steps twice, the one that ended steps was not used in a whole iteration.
-            if optimizer in self._optimizers and id(optimizer) not in self._others:
-                self._others.add(id(optimizer))
+            if key in self._optimizers and key not in self._others:
+                self._others.add(key)
                 return False
-            if self.steps == 1 and optimizer not in self._optimizers:
+            if self.steps == 1 and key not in self._optimizers:
                 # The first iteration has several optimizers.
                 self.steps = 0
             # Of those that step in an iteration, the last one appears last.
-            self._optimizers.add(optimizer)
-            self._last_optimizer = ref(optimizer)
+            self._optimizers[key] = self._last_optimizer = optimizer
         return True
 
     def end_step(self, phase: str = "other") -> None:
         """End the step; the next one begins now unless evaluation or a checkpoint comes first."""
         if self._is_interrupted:
             self._enter_after_interruption("other")
-        self.clock.next_step(phase)
+        self._clock.next_step(phase)
         if self._is_on_gpu:
             # Steps before a capture are often executed on another stream than later ones.
-            self.clock.use_current_stream()
+            self._clock.use_current_stream()
         self._computes = self._is_interrupted = self._is_after_backward = False
         self._others.clear()
         self.parts_of_first += not self.steps
         self.steps += 1
+        if self.steps == 1 and not self._is_on_gpu:
+            self.events.defer()
         self._on_step()
 
     def end_step_here(self) -> None:
         """End a step by request; from now on, optimizers do not end steps."""
+        self.events.flush()
         if not self.steps:
-            self.thread = get_ident()
+            self.events.thread = get_ident()
         elif self.steps == 1 and not self._is_manual:
             # An optimizer ended the first step before it was known that it does not.
             self.steps = 0

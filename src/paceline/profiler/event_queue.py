@@ -1,0 +1,72 @@
+"""What hooks noted, until it is interpreted.
+
+A hook runs between two parts of the program, when little of its own code is in the caches of the
+processor, and takes about four times as long as in a loop. On a CPU, hooks therefore only append an
+event, and the events of many steps are interpreted at once (docs/design-notes.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from threading import get_ident
+from time import perf_counter, thread_time
+from typing import Any
+
+INTERVAL_SECONDS = 0.1
+"""How long events may wait, if the program goes on."""
+
+Guard = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Makes a function that never raises: after an exception, the profiler stops."""
+
+Event = tuple[Any, ...]
+"""The time, the function that interprets it, and its arguments."""
+
+
+class EventQueue:
+    """Interprets each event at once until `defer`."""
+
+    def __init__(self, guard: Guard) -> None:
+        self.flush = guard(self._flush)
+        """Interprets the events that wait."""
+        self.append: Callable[[Event], None] = guard(self._interpret_now)
+        self.thread = get_ident()
+        """The one that trains: hooks note only what it does."""
+        self.is_in_model = False
+        """Whether the last event was the call of a model for training: those of its modules need
+        none."""
+        self.noted = 0
+        """How many events were interpreted."""
+        self.seconds = 0.0
+        """CPU time that it took."""
+        self.due = 0.0
+        """When those that wait must be interpreted."""
+        self._waiting: list[Event] = []
+        self._now = 0.0
+
+    def defer(self) -> None:
+        """Let events wait: their times are those of the program, not of a GPU."""
+        self.append = self._waiting.append
+
+    def time(self) -> float:
+        """The time of the event that is being interpreted; otherwise, now."""
+        return self._now or perf_counter()
+
+    def _flush(self) -> None:
+        if self._waiting:
+            waiting = self._waiting.copy()
+            self._waiting.clear()
+            self._interpret(waiting)
+
+    def _interpret_now(self, event: Event) -> None:
+        self._interpret((event,))
+
+    def _interpret(self, events: Sequence[Event]) -> None:
+        began = thread_time()
+        try:
+            for self._now, function, *arguments in events:
+                function(*arguments)
+        finally:
+            self._now = 0.0
+            self.due = perf_counter() + INTERVAL_SECONDS
+            self.noted += len(events)
+            self.seconds += thread_time() - began

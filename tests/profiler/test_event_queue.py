@@ -1,0 +1,82 @@
+"""Events are interpreted later, as if they were interpreted at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from weakref import ref
+
+import torch
+from torch.optim import SGD
+
+from paceline.profiler.event_queue import EventQueue
+from paceline.profiler.step_tracker import StepTracker
+from tests.support.profiled import loader, loss_of, model, profiled, train_step
+
+
+def test_an_event_that_waits_keeps_its_time() -> None:
+    queue = EventQueue(lambda function: function)
+    times: list[float] = []
+    queue.append((1.0, lambda: times.append(queue.time())))
+    queue.defer()
+    queue.append((2.0, lambda: times.append(queue.time())))
+    assert times == [1.0]
+    queue.flush()
+    assert times == [1.0, 2.0]
+    assert queue.noted == 2
+    assert queue.time() > 2.0
+
+
+def test_events_wait_after_the_first_step_until_the_clock_is_read(tmp_path: Path) -> None:
+    net = model()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    with profiled(tmp_path) as measured:
+        tracker = measured.session.tracker
+        batches = iter(loader(3))
+        train_step(net, optimizer, *next(batches))
+        assert tracker.steps == 1
+        tracker.events.due = float("inf")
+        train_step(net, optimizer, *next(batches))
+        assert tracker.steps == 1
+        assert tracker.clock.phase == "other"
+        assert tracker.steps == 2
+        # A read-back is counted by the phase that the script is in.
+        loss_of(net, *next(batches)).item()
+    (call,) = [event for event in measured.record.events if event["event"] == "facts"][-1]["calls"]
+    assert call["call"] == "Tensor.item"
+    assert measured.phases[-2:] == ["input", "forward"]
+
+
+def test_waiting_events_keep_no_object_of_the_script() -> None:
+    tracker = StepTracker(lambda: None)
+    tracker.events.defer()
+    net = model()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    batch = torch.ones(4, 2)
+    tracker.note_call(net)
+    loss = net(batch).sum()
+    tracker.note_backward((loss,), True)
+    tracker.note_end_of_backward()
+    tracker.note_update(optimizer)
+    tracker.note_end_of_update(optimizer)
+    parameters = [ref(each) for each in net.parameters()]
+    kept: list[ref[Any]] = [ref(net), ref(optimizer), ref(batch)]
+    del net, optimizer, batch, loss
+    assert [each() for each in (*kept, *parameters)] == [None] * 7
+    # What they say is still known.
+    tracker.events.flush()
+    assert tracker.steps == 1
+
+
+def test_an_error_while_events_are_interpreted_is_not_one_of_the_script(tmp_path: Path) -> None:
+    net = model()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    with profiled(tmp_path) as measured:
+        tracker = measured.session.tracker
+        train_step(net, optimizer, *next(iter(loader(1))))
+        tracker.events.append((0.0, lambda: 1 // 0))
+        tracker.events.due = 0.0
+        for batch in loader(3):
+            train_step(net, optimizer, *batch)
+    (warning,) = (tmp_path / "profiler-warnings.jsonl").read_text().splitlines()
+    assert "the profiler stopped" in warning
