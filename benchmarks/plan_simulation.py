@@ -17,7 +17,7 @@ import numpy as np
 from paceline.plan.calibration import Gradient
 from paceline.plan.cluster_simulation import Racks, VectorizedCollectives, simulate_cluster_step
 from paceline.plan.collective_cost import NO_TIME, RoundTimes
-from paceline.plan.step_simulation import Compute, Job
+from paceline.plan.job import Compute, Job
 
 STRATEGIES = (
     "gather_scatter", "allreduce", "ring", "tree", "halving_doubling", "overlap", "ddp", "sharded",

@@ -18,8 +18,8 @@ from paceline.plan.cluster_simulation import (
     simulate_day,
 )
 from paceline.plan.collective_cost import CollectiveTime, RoundTimes
+from paceline.plan.job import Compute, Job
 from paceline.plan.message_simulation import Network, messages_of, simulate
-from paceline.plan.step_simulation import Compute, Job
 
 LATENCY, RATE = 1e-4, 1.25e9
 LINEAR = RoundTimes(LATENCY, 1 / RATE)

@@ -101,6 +101,23 @@ def test_slower_compute_in_distributed_runs_applies_to_predictions() -> None:
     assert step == pytest.approx(1.2 * 0.026 + ring_seconds(4, 4_404_000), rel=1e-3)
 
 
+@pytest.mark.usefixtures("_exact")
+def test_workers_that_are_slow_together_wait_less() -> None:
+    varied = (0.5, 1.5) * 10
+    independent = replace(calibration(), residuals=(varied,))
+    phases = {**point(32, 0.042).phases, "wait": 0.25 * 0.25 * 0.042}
+    run = MeasuredRun("tree", {}, "gloo", 2, 2, LINK, 32, 1.0, phases)
+    together = replace(independent, runs=(run,))
+    target = Target("ring", 2, 64, link=LINK)
+    seconds = [
+        Predictor(each, samples=200).predict(target).step_seconds.median
+        for each in (calibration(), independent, together)
+    ]
+    # Of two independent workers, the slower one takes a quarter longer than the mean.
+    assert seconds[1] - seconds[0] == pytest.approx(0.25 * 0.042, rel=0.1)
+    assert seconds[2] - seconds[0] == pytest.approx(0.25 * 0.25 * 0.042, rel=0.1)
+
+
 @pytest.mark.parametrize(
     ("target", "reason"),
     [

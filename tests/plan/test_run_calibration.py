@@ -180,7 +180,7 @@ def test_large_clusters_have_racks_and_failures(
         (["{root}", "--workers", "four"], "--workers: must be"),
         (["{root}", "--link", "fast"], "--link: must be a bandwidth and a round trip"),
         (["{root}", "--strategy", "rings"], "--strategy: no plan for 'rings': did you mean ring?"),
-        (["{root}", "--strategy", "fsdp"], "--strategy: no plan for 'fsdp'"),
+        (["{root}", "--strategy", "shared"], "strategy shared on several hosts is not known"),
         (["{root}", "-o", "bucket_mib"], "-o: must be KEY=VALUE, got 'bucket_mib'"),
         (
             ["{root}", "--strategy", "ddp", "-o", "bucket_mib=big"],
@@ -241,4 +241,6 @@ def test_collectives_that_were_not_measured_are_named(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", str(root), "--hosts", "1", "--strategy", "ddp"]) == 2
-    assert "collectives on one host is not known: add `paceline comm" in capsys.readouterr().err
+    assert (
+        "collectives on one host (gloo) is not known: add `paceline comm" in capsys.readouterr().err
+    )

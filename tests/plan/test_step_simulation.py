@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
 from paceline.errors import UsageError
 from paceline.plan.calibration import Contention, Gradient
 from paceline.plan.collective_cost import CollectiveTime
+from paceline.plan.job import Compute, Job
 from paceline.plan.overlap_simulation import Transfer, simulate_overlap
-from paceline.plan.step_simulation import STRATEGIES, Compute, Job, simulate_step
+from paceline.plan.step_simulation import STRATEGIES, fsdp_blocks, simulate_step
 from paceline.strategies import STRATEGIES as REGISTERED
 from paceline.strategies.bucket_layout import MIB
 
@@ -39,6 +41,8 @@ def job(strategy: str, options: Mapping[str, str] | None = None, workers: int = 
         ("tree", {}, 1.4),
         # A quarter of the update, twice the exchange: reduce-scatter and all-gather.
         ("sharded", {}, 0.925 + 0.8),
+        # The weights are gathered twice.
+        ("fsdp", {}, 0.925 + 1.2),
         ("local_sgd", {}, 1.0 + 0.8 / 8),
         ("local_sgd", {"every": "2"}, 1.0 + 0.8 / 2),
         ("easgd", {}, 1.0 + 0.4 / 6),
@@ -94,6 +98,17 @@ def test_one_worker_does_not_communicate() -> None:
         assert simulate_step(job(strategy, workers=1)).seconds == pytest.approx(1.0)
 
 
+def test_workers_of_one_host_share_weights() -> None:
+    step = simulate_step(replace(job("shared"), hosts=1))
+    assert step.seconds == pytest.approx(0.925 + 0.2)
+    with pytest.raises(UsageError, match="--hosts 1"):
+        simulate_step(job("shared"))
+
+
+def test_biases_and_norms_belong_to_the_block_of_their_weight() -> None:
+    assert fsdp_blocks([1000, 10, 10, 5000, 40, 200]) == [1020, 5240]
+
+
 def test_asynchronous_workers_wait_for_a_saturated_server_only() -> None:
     fast = simulate_step(job("parameter_server", {"mode": "async"}, workers=2))
     # With many workers, the server's link is the bottleneck: one gradient after the other.
@@ -106,7 +121,7 @@ def test_asynchronous_workers_wait_for_a_saturated_server_only() -> None:
 def test_every_planned_strategy_exists() -> None:
     names = {entry.name for entry in REGISTERED}
     assert set(STRATEGIES) <= names
-    assert names - set(STRATEGIES) == {"single", "fsdp", "shared"}
+    assert names - set(STRATEGIES) == {"single"}
 
 
 def test_an_unknown_strategy_is_one_line_with_a_suggestion() -> None:

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from paceline.errors import UsageError
 from paceline.plan.collective_cost import RoundTimes
-from paceline.plan.step_simulation import Job, bucket_layout, exchanges_of
+from paceline.plan.job import Job
+from paceline.plan.step_simulation import bucket_layout, exchanges_of
 
 Floats = NDArray[np.float64]
 Ranks = NDArray[np.int64]

@@ -100,8 +100,9 @@ class CollectiveTime:
 NO_TIME = CollectiveTime(0.0, 0.0)
 
 
-SMALL_BYTES = 2**17
-"""Rounds up to this size show the latency: they fit in socket buffers and in a link's burst."""
+SMALL_BYTES, SMALL_SECONDS = 2**17, 1e-3
+"""Rounds up to this size, which a link transfers in this time, show the latency: they fit in socket
+buffers and in the burst of a link."""
 
 
 class RoundTimes:
@@ -156,7 +157,9 @@ class RoundTimes:
             count = sum(each.count for each in rounds)
             sizes.append(sum(each.count * each.link_bytes for each in rounds) / count)
             seconds.append(float(np.median(samples)) / count)
-        latency, slope, offset = _fit(np.array(sizes), np.array(seconds))
+        rate = timing.link.bytes_per_second if timing.link else math.inf
+        small_bytes = min(SMALL_BYTES, rate * SMALL_SECONDS)
+        latency, slope, offset = _fit(np.array(sizes), np.array(seconds), small_bytes)
         round_trip = timing.link.round_trip_seconds if timing.link else 0.0
         of_call = 0.0
         if message_seconds is not None:
@@ -219,9 +222,9 @@ MESSAGE_SHARE = 0.25
 """Cost of one of several messages of a round, relative to a message on its own."""
 
 
-def _fit(sizes: Floats, seconds: Floats) -> tuple[float, float, float]:
+def _fit(sizes: Floats, seconds: Floats, small_bytes: float) -> tuple[float, float, float]:
     """Latency, seconds per byte and offset of the line."""
-    is_small = sizes <= SMALL_BYTES
+    is_small = sizes <= small_bytes
     if is_small.all() or not is_small.any():
         # One kind of rounds shows only a line.
         slope, offset = _robust_line(sizes, seconds)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -35,13 +36,23 @@ STAND_INS = (
 """Whose rounds stand in for those that were not measured, the most similar first."""
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What the workers of a collective are connected by."""
+
+    backend: str
+    is_across_hosts: bool
+    link: Link | None
+    """Between the hosts."""
+
+
 class CollectiveTimes:
     """Times of collectives, by operation, algorithm, size, workers and link."""
 
     def __init__(self, calibration: Calibration, random: np.random.Generator | None = None) -> None:
         self._calibration, self._random = calibration, random
         self._seed = None if random is None else int(random.integers(2**63))
-        self._known: dict[tuple[str, str, bool, Link | None], RoundTimes] = {}
+        self._known: dict[tuple[str, str, Place], RoundTimes] = {}
 
     @property
     def most_workers(self) -> int:
@@ -55,35 +66,33 @@ class CollectiveTimes:
         algorithm: str,
         size_bytes: float,
         workers: int,
-        hosts: int,
-        link: Link | None,
+        place: Place,
     ) -> CollectiveTime:
         """MissingMeasurementError if neither this nor a similar collective was measured."""
-        times = self.rounds(operation, algorithm, hosts, link)
+        times = self.rounds(operation, algorithm, place)
         return times.time(rounds_of(operation, algorithm, workers, size_bytes))
 
-    def rounds(self, operation: str, algorithm: str, hosts: int, link: Link | None) -> RoundTimes:
+    def rounds(self, operation: str, algorithm: str, place: Place) -> RoundTimes:
         """Time of one round."""
-        key = operation, algorithm, hosts > 1, link
+        key = operation, algorithm, place
         if key not in self._known:
-            self._known[key] = self._round_times(operation, algorithm, hosts > 1, link)
+            self._known[key] = self._round_times(operation, algorithm, place)
         return self._known[key]
 
-    def _round_times(
-        self, operation: str, algorithm: str, across: bool, link: Link | None
-    ) -> RoundTimes:
+    def _round_times(self, operation: str, algorithm: str, place: Place) -> RoundTimes:
         candidates = [
             each
             for each in self._calibration.collectives
-            if (each.hosts > 1) == across and len(each.points) > 1
+            if (each.backend, each.hosts > 1) == (place.backend, place.is_across_hosts)
+            and len(each.points) > 1
         ]
         for wanted in ((operation, algorithm), *STAND_INS):
             same = [each for each in candidates if (each.operation, each.algorithm) == wanted]
             if same:
-                return self._on_link(same, link)
-        if across and link is not None:
-            return nominal_round_times(link)
-        where = "on two hosts" if across else "on one host"
+                return self._on_link(same, place.link)
+        if place.is_across_hosts and place.link is not None:
+            return nominal_round_times(place.link)
+        where = f"{'on two hosts' if place.is_across_hosts else 'on one host'} ({place.backend})"
         raise MissingMeasurementError(
             f"the time of collectives {where}",
             "`paceline comm --json FILE` of two workers, with at least two sizes",
@@ -114,17 +123,21 @@ class CollectiveTimes:
     def _software_seconds_per_byte(self, timing: CollectiveTiming) -> float:
         """Of the same collective within a host, which no link limits; 0 if it was not measured."""
         for each in self._calibration.collectives:
-            is_same = (each.operation, each.algorithm) == (timing.operation, timing.algorithm)
+            is_same = (each.backend, each.operation, each.algorithm) == (
+                timing.backend,
+                timing.operation,
+                timing.algorithm,
+            )
             if is_same and each.hosts == 1 and len(each.points) > 1:
                 return RoundTimes.of(each).seconds_per_byte
         return 0.0
 
-    def extrapolations(self, hosts: int, link: Link | None) -> list[str]:
-        """Why times on this link are not those of a measured one."""
+    def extrapolations(self, place: Place) -> list[str]:
+        """Why times are not those of a measured link."""
         measured = self._calibration.links()
-        if hosts > 1 and link is not None and link not in measured:
-            links = ", ".join(sorted(str(each) for each in measured if each)) or "none"
-            return [f"link {link}, measured {links}"]
+        if place.is_across_hosts and place.link is not None and place.link not in measured:
+            links = ", ".join(sorted(map(str, measured))) or "none"
+            return [f"link {place.link}, measured {links}"]
         return []
 
     def codec_cost(

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import MissingMeasurementError
 from paceline.plan.calibration import COMPUTE_PHASES, Calibration
-from paceline.plan.step_simulation import Compute
+from paceline.plan.job import Compute
 
 Floats = NDArray[np.float64]
 

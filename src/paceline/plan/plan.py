@@ -114,10 +114,21 @@ def _target(
         options,
         hosts,
         None if hosts == 1 else link,
+        _backend(calibration, strategy),
         request.scaling,
         request.slowdown,
         request.racks,
     )
+
+
+def _backend(calibration: Calibration, strategy: str) -> str:
+    """That of the runs, of this strategy first; without runs, that of the collectives."""
+    if strategy == "shared":
+        return "shm"
+    same = [run.backend for run in calibration.runs if run.strategy == strategy]
+    used = [*same, *(run.backend for run in calibration.runs if run.strategy != "shared")]
+    measured = [timing.backend for timing in calibration.collectives]
+    return next(iter([*used, *(["gloo"] if "gloo" in measured else measured)]), "gloo")
 
 
 def _batch_size(calibration: Calibration, scaling: str) -> int:

@@ -17,13 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import MissingMeasurementError
-from paceline.plan.calibration import Calibration, MeasuredRun
+from paceline.plan.calibration import COMPUTE_PHASES, Calibration, MeasuredRun
 from paceline.plan.cluster_simulation import Racks, racks_factor
 from paceline.plan.collective_cost import CollectiveTime
-from paceline.plan.collective_times import CollectiveTimes
+from paceline.plan.collective_times import CollectiveTimes, Place
 from paceline.plan.compute_times import ComputeTimes
+from paceline.plan.job import Job, StepTime
 from paceline.plan.links import Link
-from paceline.plan.step_simulation import Job, StepTime, local_steps, simulate_step
+from paceline.plan.step_simulation import local_steps, simulate_step
 from paceline.plan.stragglers import expected_maximum
 
 Floats = NDArray[np.float64]
@@ -68,6 +69,8 @@ class Target:
     """None: one worker per host, if there is a link, else one host."""
     link: Link | None = None
     """Between the hosts."""
+    backend: str = "gloo"
+    """As in CollectiveTiming."""
     scaling: Literal["strong", "weak"] = "strong"
     """What efficiency is relative to: one worker with the global or with its local batch."""
     slowdown: float = 1.0
@@ -78,6 +81,10 @@ class Target:
     @property
     def host_count(self) -> int:
         return self.hosts or (self.workers if self.link else 1)
+
+    @property
+    def place(self) -> Place:
+        return Place(self.backend, self.host_count > 1, self.link)
 
     @property
     def samples_of_worker(self) -> int:
@@ -206,9 +213,7 @@ class Predictor:
         times = self._center.collectives
         return racks_factor(
             job,
-            lambda operation, algorithm: times.rounds(
-                operation, algorithm, target.host_count, target.link
-            ),
+            lambda operation, algorithm: times.rounds(operation, algorithm, target.place),
             target.racks,
         )
 
@@ -217,18 +222,18 @@ class Predictor:
     ) -> Job:
         # Asynchronous workers do not wait for each other.
         workers = target.workers if target.options.get("mode", "sync") == "sync" else 1
-        slowest = expected_maximum(sample.residuals, workers, target.slowdown)
+        residuals = 1 + self._independence * (sample.residuals - 1)
+        slowest = expected_maximum(residuals, workers, target.slowdown)
         steps = local_steps(target.strategy, target.options)
-        local = expected_maximum(sample.residuals, workers, target.slowdown, steps) / slowest
+        local = expected_maximum(residuals, workers, target.slowdown, steps) / slowest
         compute = sample.compute.at(target.samples_of_worker)
-        compute = compute.scaled(compute_factor * slowest * self._core_factor(target))
+        cores = self._core_factor(target)
+        compute = compute.scaled(compute_factor * slowest * cores)
         times = sample.collectives
 
         def collective(operation: str, algorithm: str, size_bytes: float) -> CollectiveTime:
-            time = times.time(
-                operation, algorithm, size_bytes, target.workers, target.host_count, target.link
-            )
-            return time.scaled(communication_factor)
+            time = times.time(operation, algorithm, size_bytes, target.workers, target.place)
+            return time.scaled(communication_factor * cores)
 
         return Job(
             target.strategy,
@@ -245,7 +250,7 @@ class Predictor:
         )
 
     def _core_factor(self, target: Target) -> float:
-        """Workers of a host share its cores, if they were measured with more cores each."""
+        """Workers of one host share its cores, for computation and for communication."""
         cores = self.calibration.hardware.get("cores")
         per_worker = self.calibration.contention.cores_per_worker
         if not isinstance(cores, int | float) or per_worker is None:
@@ -260,15 +265,32 @@ class Predictor:
         known = [factor for factor in factors if factor is not None]
         return float(np.median(known)) if known else 1.0
 
+    @cached_property
+    def _independence(self) -> float:
+        """How much of the variation of a worker's steps makes others wait.
+
+        Workers of one machine are often slow at the same time. The ratio of the measured wait to
+        that of independent workers, median over the runs; 1 without runs.
+        """
+        ratios = []
+        for run in self.calibration.runs:
+            compute = math.fsum(run.phases.get(phase, 0.0) for phase in COMPUTE_PHASES)
+            expected = expected_maximum(self._center.residuals, run.workers) - 1
+            if run.workers > 1 and "wait" in run.phases and compute > 0 and expected > 1e-6:
+                ratios.append(run.phases["wait"] / compute / expected)
+        return min(float(np.median(ratios)), 1.0) if ratios else 1.0
+
     def _compute_ratio(self, run: MeasuredRun) -> float | None:
         """From phases that no strategy overlaps with communication."""
         try:
             modeled = self._center.compute.at(run.samples)
         except MissingMeasurementError:
             return None
-        model = modeled.input + modeled.forward
+        model = (modeled.input + modeled.forward) * self._core_factor(_target_of(run))
         measured = run.phases.get("input", 0.0) + run.phases.get("forward", 0.0)
-        return min(max(measured / model, 0.7), 1.5) if model > 0 and measured > 0 else None
+        if model <= 0 or measured <= 0:
+            return None
+        return min(max(measured / model, LEAST_CORRECTION), 1 / LEAST_CORRECTION)
 
     def _correction(self, target: Target) -> float:
         """Factor on communication that makes the model exact for runs of the same strategy.
@@ -280,8 +302,7 @@ class Predictor:
             for run in self.calibration.runs
             if run.workers > 1
             and (run.strategy, dict(run.options)) == (target.strategy, dict(target.options))
-            and run.link == target.link
-            and (run.hosts > 1) == (target.host_count > 1)
+            and Place(run.backend, run.hosts > 1, run.link) == target.place
         ]
         if not same:
             return 1.0
@@ -295,14 +316,7 @@ class Predictor:
 
     def _run_correction(self, run: MeasuredRun) -> float:
         """By bisection: a step is longer with longer communication."""
-        target = Target(
-            run.strategy,
-            run.workers,
-            run.samples * run.workers,
-            run.options,
-            run.hosts,
-            run.link,
-        )
+        target = _target_of(run)
         compute = self._compute_ratio(run) or 1.0
 
         def excess(factor: float) -> float:
@@ -340,5 +354,17 @@ class Predictor:
             measured = self._center.collectives.most_workers
             if target.workers > MOST_WORKERS_FACTOR * measured:
                 found.append(f"{target.workers} workers, measured {measured}")
-            found += self._center.collectives.extrapolations(target.host_count, target.link)
+            found += self._center.collectives.extrapolations(target.place)
         return found
+
+
+def _target_of(run: MeasuredRun) -> Target:
+    return Target(
+        run.strategy,
+        run.workers,
+        run.samples * run.workers,
+        run.options,
+        run.hosts,
+        run.link,
+        run.backend,
+    )

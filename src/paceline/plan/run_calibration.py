@@ -248,7 +248,7 @@ def _measured_run(run: Run) -> MeasuredRun:
     return MeasuredRun(
         strategy=str(settings.strategy),
         options={key: str(value) for key, value in settings.options.items()},
-        backend="gloo" if settings.get("communicator") == "torch" else "shm",
+        backend=_backend(str(settings.get("communicator")), settings.nnodes, _has_own_gpus(run)),
         workers=settings.workers,
         hosts=settings.nnodes,
         link=_link(settings.cluster),
@@ -259,6 +259,12 @@ def _measured_run(run: Run) -> MeasuredRun:
         deviation=deviation,
         name=str(run.folder.path),
     )
+
+
+def _has_own_gpus(run: Run) -> bool:
+    gpus = (run.result or {}).get("hardware", {}).get("gpus") or []
+    per_host = run.settings.workers // run.settings.nnodes
+    return run.cuda_graph is not None and len(gpus) >= per_host
 
 
 def _link(cluster: str | None) -> Link | None:

@@ -8,90 +8,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
-from paceline.errors import UsageError, suggest
-from paceline.plan.calibration import Contention, Gradient
-from paceline.plan.collective_cost import NO_TIME, CollectiveTime, rounds_of
+from paceline.errors import MissingMeasurementError, UsageError, suggest
+from paceline.plan.calibration import Gradient
+from paceline.plan.collective_cost import CollectiveTime
+from paceline.plan.job import Job, StepTime, link_bytes_of
 from paceline.plan.overlap_simulation import (
     GLOO_THREADS,
     OverlapTimes,
     Transfer,
     simulate_overlap,
 )
+from paceline.plan.server_step import parameter_server_step
 from paceline.strategies.bucket_layout import DEFAULT_MIB, FIRST_MIB, split, split_in_order
 
 DDP_MIB = 25.0
 """Default bucket size of DistributedDataParallel."""
 SHARD_ALIGN_BYTES = 64
-SUM_SHARE_OF_UPDATE = 0.5
-"""Memory traffic of adding a gradient, relative to that of an update with momentum."""
-
-Collective = Callable[[str, str, float], CollectiveTime]
-"""Time of a collective, by operation, algorithm and bytes."""
-CodecCost = Callable[[str, int], tuple[float, bool, float]]
-"""Of a codec and a gradient of some bytes: wire bytes, whether they are gathered, seconds."""
-
-
-@dataclass(frozen=True, slots=True)
-class Compute:
-    """Seconds of one step of the slowest worker."""
-
-    input: float
-    forward: float
-    backward: float
-    update: float
-
-    @property
-    def seconds(self) -> float:
-        return self.input + self.forward + self.backward + self.update
-
-    def scaled(self, factor: float) -> Compute:
-        return Compute(
-            *(factor * each for each in (self.input, self.forward, self.backward, self.update))
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What one step computes and exchanges."""
-
-    strategy: str
-    options: Mapping[str, str]
-    workers: int
-    hosts: int
-    gradients: Sequence[Gradient]
-    optimizer_state_bytes: int
-    compute: Compute
-    collective: Collective
-    codec_cost: CodecCost
-    contention: Contention = field(default_factory=Contention)
-    local_factor: float = 1.0
-    """Compute time of the slowest worker over several local steps, relative to `compute`."""
-
-    @property
-    def gradient_bytes(self) -> int:
-        return sum(each.size_bytes for each in self.gradients)
-
-    def option(self, name: str, default: float) -> float:
-        text = self.options.get(name)
-        try:
-            return default if text in (None, "auto", "measured") else float(text or "")
-        except ValueError:
-            raise UsageError(f"-o {name}: must be a number, got {text}") from None
-
-
-@dataclass(frozen=True, slots=True)
-class StepTime:
-    seconds: float
-    compute_seconds: float
-    """Of the slowest worker, without contention by communication."""
-    exchange_seconds: float
-    """Exposed communication."""
-    hidden_seconds: float = 0.0
-    """Overlapped communication."""
-    link_bytes: float = 0.0
-    """That the busiest link carries in one direction."""
+SMALL_TENSOR_SHARE = 0.1
+"""Of the layer that a tensor belongs to."""
 
 
 def simulate_step(job: Job) -> StepTime:
@@ -171,11 +106,6 @@ def _reduced_bytes(job: Job, algorithm: str, sizes: Sequence[int]) -> float:
     return total
 
 
-def link_bytes_of(operation: str, algorithm: str, workers: int, size_bytes: float) -> float:
-    rounds = rounds_of(operation, algorithm, workers, size_bytes)
-    return math.fsum(each.count * each.link_bytes for each in rounds)
-
-
 def _overlap(job: Job) -> StepTime:
     algorithm = job.options.get("algorithm", "library")
     threads = GLOO_THREADS if algorithm == "library" and _codec(job) == "none" else 1
@@ -233,6 +163,40 @@ def _sharded(job: Job) -> StepTime:
     return StepTime(seconds, compute, exchange.seconds, 0.0, link)
 
 
+def _fsdp(job: Job) -> StepTime:
+    """Weights are gathered for both passes, block by block, and gradients are reduce-scattered."""
+    blocks = fsdp_blocks([each.size_bytes for each in job.gradients])
+    exchange = math.fsum(
+        _reduce_scatter(job, size).seconds + 2 * _all_gather(job, size).seconds for size in blocks
+    )
+    compute = job.compute.seconds - job.compute.update * (1 - 1 / job.workers)
+    link = 1.5 * link_bytes_of("all_reduce", "ring", job.workers, sum(blocks))
+    return StepTime(compute + exchange, compute, exchange, 0.0, link)
+
+
+def fsdp_blocks(sizes_bytes: Sequence[int]) -> list[int]:
+    """Sizes of layers: a bias or a norm belongs to the weight before it.
+
+    The modules that the blocks really are cannot be told from the sizes of tensors.
+    """
+    blocks: list[int] = []
+    for size in sizes_bytes:
+        if blocks and size < SMALL_TENSOR_SHARE * blocks[-1]:
+            blocks[-1] += size
+        else:
+            blocks.append(size)
+    return blocks
+
+
+def _shared(job: Job) -> StepTime:
+    """Workers of a host sum and update a shard each, in shared memory: half of an all-reduce."""
+    if job.hosts > 1:
+        raise MissingMeasurementError("the time of strategy shared on several hosts", "--hosts 1")
+    exchange = job.collective("all_reduce", "library", job.gradient_bytes).seconds / 2
+    compute = job.compute.seconds - job.compute.update * (1 - 1 / job.workers)
+    return StepTime(compute + exchange, compute, exchange)
+
+
 def _padded_bytes(job: Job) -> float:
     align = SHARD_ALIGN_BYTES
     total = sum(-(-each.size_bytes // align) * align for each in job.gradients)
@@ -245,59 +209,6 @@ def _reduce_scatter(job: Job, size_bytes: float) -> CollectiveTime:
 
 def _all_gather(job: Job, size_bytes: float) -> CollectiveTime:
     return job.collective("all_gather", "library", size_bytes)
-
-
-def _parameter_server(job: Job) -> StepTime:
-    """Each server receives a shard of all gradients, sums, updates and sends the weights back."""
-    servers = int(job.option("servers", 1))
-    up = _server_link_bytes(job, servers)
-    transfer = job.collective("send_recv", "library", up) if up else NO_TIME
-    additions = SUM_SHARE_OF_UPDATE * (job.workers - 1)
-    update = job.compute.update / servers
-    if job.options.get("mode", "sync") != "sync":
-        return _asynchronous(job, transfer, update)
-    compute = job.compute.seconds - job.compute.update
-    exchange = 2 * transfer.seconds + update * (1 + additions)
-    return StepTime(compute + exchange, compute, exchange, 0.0, 2 * up)
-
-
-def _server_link_bytes(job: Job, servers: int) -> float:
-    """Bytes of gradients through the busiest link, which is that of a server or of a worker.
-
-    Workers on the host of a server share its memory.
-    """
-    shard = job.gradient_bytes / servers
-    per_host = job.workers / job.hosts
-    is_spread = job.options.get("place", "node0") == "spread"
-    count = -(-servers // job.hosts) if is_spread else servers
-    if job.options.get("mode", "sync") != "sync":
-        # One worker at a time; the queue at the server is modeled apart.
-        return shard * servers if job.hosts > 1 else 0.0
-    at_server = count * shard * (job.workers - per_host)
-    elsewhere = servers - (servers // job.hosts if is_spread else 0)
-    at_worker = per_host * shard * elsewhere if job.hosts > 1 else 0.0
-    return max(at_server, at_worker)
-
-
-def _asynchronous(job: Job, transfer: CollectiveTime, update: float) -> StepTime:
-    """A closed queue: workers compute, then queue for the server (mean value analysis).
-
-    The step time is that of as many updates as there are workers.
-    """
-    thinking = job.compute.seconds - job.compute.update + 2 * transfer.delay_seconds
-    remote = 1 - 1 / job.hosts
-    service = remote * transfer.busy_seconds + update
-    alone = thinking + remote * transfer.busy_seconds
-    queue = throughput = 0.0
-    for workers in range(1, job.workers + 1):
-        response = service * (1 + queue)
-        throughput = workers / (alone + response)
-        queue = throughput * response
-    seconds = job.workers / throughput
-    compute = job.compute.seconds - job.compute.update
-    return StepTime(
-        seconds, compute, max(0.0, seconds - compute), 0.0, 2 * remote * job.gradient_bytes
-    )
 
 
 def _periodic(
@@ -320,7 +231,9 @@ STRATEGIES: dict[str, Callable[[Job], StepTime]] = {
     "overlap": _overlap,
     "ddp": _ddp,
     "sharded": _sharded,
-    "parameter_server": _parameter_server,
+    "fsdp": _fsdp,
+    "shared": _shared,
+    "parameter_server": parameter_server_step,
     "local_sgd": _periodic("every", 8, averages_state=True),
     "easgd": _periodic("tau", 6, averages_state=False),
 }

@@ -1,0 +1,82 @@
+"""A training job on some number of workers, as step simulations see it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from paceline.errors import UsageError
+from paceline.plan.calibration import Contention, Gradient
+from paceline.plan.collective_cost import CollectiveTime, rounds_of
+
+Collective = Callable[[str, str, float], CollectiveTime]
+"""Time of a collective, by operation, algorithm and bytes."""
+CodecCost = Callable[[str, int], tuple[float, bool, float]]
+"""Of a codec and a gradient of some bytes: wire bytes, whether they are gathered, seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Seconds of one step of the slowest worker."""
+
+    input: float
+    forward: float
+    backward: float
+    update: float
+
+    @property
+    def seconds(self) -> float:
+        return self.input + self.forward + self.backward + self.update
+
+    def scaled(self, factor: float) -> Compute:
+        return Compute(
+            *(factor * each for each in (self.input, self.forward, self.backward, self.update))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What one step computes and exchanges."""
+
+    strategy: str
+    options: Mapping[str, str]
+    workers: int
+    hosts: int
+    gradients: Sequence[Gradient]
+    optimizer_state_bytes: int
+    compute: Compute
+    collective: Collective
+    codec_cost: CodecCost
+    contention: Contention = field(default_factory=Contention)
+    local_factor: float = 1.0
+    """Compute time of the slowest worker over several local steps, relative to `compute`."""
+
+    @property
+    def gradient_bytes(self) -> int:
+        return sum(each.size_bytes for each in self.gradients)
+
+    def option(self, name: str, default: float) -> float:
+        text = self.options.get(name)
+        try:
+            return default if text in (None, "auto", "measured") else float(text or "")
+        except ValueError:
+            raise UsageError(f"-o {name}: must be a number, got {text}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    seconds: float
+    compute_seconds: float
+    """Of the slowest worker, without contention by communication."""
+    exchange_seconds: float
+    """Exposed communication."""
+    hidden_seconds: float = 0.0
+    """Overlapped communication."""
+    link_bytes: float = 0.0
+    """That the busiest link carries in one direction."""
+
+
+def link_bytes_of(operation: str, algorithm: str, workers: int, size_bytes: float) -> float:
+    rounds = rounds_of(operation, algorithm, workers, size_bytes)
+    return math.fsum(each.count * each.link_bytes for each in rounds)
