@@ -174,7 +174,6 @@ def test_large_clusters_have_racks_and_failures(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "paceline plan needs PATH"),
         (["{root}", "--workers", "0"], "--workers: must be a number from 1 to 10000, got '0'"),
         (["{root}", "--workers", ","], "--workers: must be a list of numbers such as 4,16,64"),
         (["{root}", "--workers", "four"], "--workers: must be"),

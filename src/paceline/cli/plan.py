@@ -1,32 +1,53 @@
-"""`paceline plan`: predict step times of other numbers of workers, links and strategies."""
+"""`paceline plan`: predict step times of other numbers of workers, links and strategies.
+
+It plans from existing records, or measures a job in short runs first.
+"""
 
 from __future__ import annotations
 
 import argparse
 import math
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from paceline.cli.config_flags import add_config_flags, given_flags
 from paceline.errors import UsageError, shown
 
 if TYPE_CHECKING:
     from paceline.plan.cluster_simulation import Racks
+    from paceline.plan.plan import Request
 
 SUMMARY = "predict step times of more workers, other links and other strategies"
 
 T = TypeVar("T")
 
 MOST_WORKERS = 10_000
+MEASURED_FIELDS = (
+    "model_options", "data", "data_dir", "context", "augment", "optimizer", "momentum", "precision",
+    "threads", "cluster",
+)  # fmt: skip
+"""Settings of a measured job; workers, batch and number of steps are those of the measurement."""
+MEASURED_STRATEGIES = ("overlap", "ddp", "sharded", "local_sgd")
+MEASURED_BATCH_SIZE = 64
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "paths",
         metavar="PATH",
-        nargs="+",
-        help="runs, folders of runs, studies, files of `paceline comm --json`, or a calibration",
+        nargs="*",
+        help="runs, folders of runs, studies, files of `paceline comm --json`, or a calibration"
+        " (default: measure --model in short runs, for about a minute)",
     )
-    parser.add_argument("--model", metavar="NAME", help="only the runs of this model")
+    parser.add_argument(
+        "--model", metavar="NAME", help="the model to measure; with PATH, only the runs of it"
+    )
+    parser.add_argument(
+        "--out", metavar="DIR", help="folder of the short runs (default: plans/MODEL-TIME)"
+    )
+    add_config_flags(parser, MEASURED_FIELDS)
     wanted = parser.add_argument_group("What to predict")
     wanted.add_argument(
         "--workers", metavar="A,B", default="1,2,4,8,16", help="(default: 1,2,4,8,16)"
@@ -122,11 +143,42 @@ def run(arguments: argparse.Namespace) -> int:
         failures=failures,
     )
     _check_file(arguments.json)
-    plan = make_plan(arguments.paths, request, arguments.model)
+    paths = arguments.paths or [_measure(arguments, request)]
+    plan = make_plan(paths, request, arguments.model)
     print_plan(plan)
     if arguments.json:
         plan.write(arguments.json)
     return 0
+
+
+def _measure(arguments: argparse.Namespace, request: Request) -> str:
+    """Measure the job in short runs, and return their folder."""
+    from paceline.config import cluster_spec, from_mapping
+
+    if arguments.model is None:
+        raise UsageError("plan: give records, or --model NAME to measure it in short runs")
+    given = given_flags(arguments)
+    job = {"model": arguments.model} | {key: given[key] for key in MEASURED_FIELDS if key in given}
+    # Validate before importing torch, which takes two seconds.
+    cluster = from_mapping(job).cluster
+    if cluster is not None and cluster_spec.parse(cluster).nodes != 2:
+        raise UsageError(f"--cluster: must have two nodes to measure a job, got {shown(cluster)}")
+    batch_size = request.batch_size or MEASURED_BATCH_SIZE
+    if batch_size < 2:
+        raise UsageError("--batch-size: must be at least 2, because two workers are measured")
+    out = Path(arguments.out or time.strftime(f"plans/{arguments.model}-%Y%m%d-%H%M%S"))
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"--out: {out} is not empty: plan from it, or choose another folder")
+    from paceline.plan.measurement import measure_job
+
+    measure_job(
+        job,
+        batch_size,
+        max(request.workers),
+        request.strategies or MEASURED_STRATEGIES,
+        out,
+    )
+    return str(out)
 
 
 def _parsed(flag: str, parse: Callable[[str], T], text: str) -> T:
@@ -173,8 +225,6 @@ def _split(text: str) -> list[str]:
 
 def _check_file(name: str | None) -> None:
     """Reject an output path that cannot be written before the work."""
-    from pathlib import Path
-
     if name and not Path(name).absolute().parent.is_dir():
         raise UsageError(f"--json: no such folder: {Path(name).parent}")
     if name and Path(name).is_dir():

@@ -1,5 +1,5 @@
 """Performance planning: predict step times of larger worlds from measurements of small ones.
 
 calibration.py holds what was measured, prediction.py is the entry point. docs/planning.md explains
-the model. Nothing here imports torch.
+the model. Only measurement.py imports torch.
 """

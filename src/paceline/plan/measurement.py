@@ -1,0 +1,145 @@
+"""Measures a job in short runs, so that it can be planned without existing records.
+
+`measure_job` trains for a few seconds with one worker and several batches, and with two workers and
+each strategy, and runs `paceline comm` between two workers. It leaves records in a folder, from
+which run_calibration.py makes the calibration. Only this module of plan/ starts processes.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+from paceline.analysis.run import open_run
+from paceline.config import RunConfig, cluster_spec, from_mapping, to_argv
+from paceline.errors import RunError, UsageError
+from paceline.launch.fork_server import ForkServer
+from paceline.launch.validation import check_parts
+from paceline.measure.machine import hardware
+from paceline.models import MODELS
+from paceline.study.clusters import StudyClusters
+from paceline.study.runner import CellProcess, last_error_line, train_argv
+
+RUN_SECONDS = 3.0
+FEWEST_STEPS, MOST_STEPS = 17, 201
+"""One more than a multiple of the local steps of local_sgd, because the first does not count."""
+PILOT_STEPS = 5
+SMALLEST_SHARE = 16
+"""The smallest measured batch is that of this many workers."""
+TIME_LIMIT_SECONDS = 600.0
+READY_TIMES = {"strategy": "overlap", "options": {"bucket_mib": "measured"}}
+COMM = {
+    "operations": "all_reduce,reduce_scatter,all_gather,send_recv",
+    "algorithms": "library,ring,root",
+    "communicators": "torch",
+    "sizes": "1k,16k,128k,1m,8m",
+    "seconds": "0.1",
+    "most_seconds": "0.5",
+}
+
+
+class ShortRuns:
+    """Runs `paceline train` and `paceline comm`, one after another, in emulated clusters or here.
+
+    Processes start from a fork server, and clusters stay up until the end of the block.
+    """
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._clusters = self._stack.enter_context(StudyClusters())
+        server = ForkServer.spawn()
+        self._server = server and self._stack.enter_context(server)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def train(self, out: Path, name: str, settings: Mapping[str, Any]) -> Path:
+        """Train, and return the folder of the run; RunError or UsageError if it fails."""
+        config = from_mapping({**settings, "eval_every": "never", "out": str(out), "name": name})
+        self._start(train_argv(config), out / f"{name}.log", config)
+        return out / name
+
+    def comm(self, file: Path, machines: Mapping[str, Any], **selection: str) -> None:
+        """Write the record of `paceline comm` between the workers of `machines`."""
+        config = from_mapping({**machines, "batch_per_worker": 1})
+        argv = ["-m", "paceline", "comm", "--quiet", f"--json={file}", *to_argv(machines)]
+        argv += [f"--{key.replace('_', '-')}={value}" for key, value in selection.items()]
+        self._start(argv, file.with_suffix(".log"), config)
+
+    def _start(self, argv: list[str], log: Path, config: RunConfig) -> None:
+        process = CellProcess(argv, log, self._server, self._clusters.variables(config))
+        try:
+            code = process.wait(TIME_LIMIT_SECONDS, lambda spent: None)
+        finally:
+            process.stop()
+        if code != 0:
+            kind = UsageError if code == UsageError.exit_code else RunError
+            raise kind(f"cannot measure: {last_error_line(log) or f'exit code {code}'}")
+        log.unlink()
+
+
+def measure_job(
+    settings: Mapping[str, Any],
+    batch_size: int,
+    most_workers: int,
+    strategies: Sequence[str],
+    out: Path,
+) -> None:
+    """Measure a job, given by settings of `paceline train`, in runs below the folder `out`.
+
+    Without `cluster`, two workers share this machine, and one worker gets as many threads as each
+    of them.
+    """
+    settings = {"threads": max(1, hardware()["cores"] // 2), **settings}
+    cluster = settings.get("cluster")
+    one: dict[str, Any] = {}
+    two: dict[str, Any] = {"nproc_per_node": 2}
+    if cluster:
+        spec = cluster_spec.parse(str(cluster))
+        one = {"cluster": f"nodes=1,cpus={spec.cpus:g}" if spec.cpus else "nodes=1"}
+        two = {}
+    smallest = -(-batch_size // max(2, min(most_workers, SMALLEST_SHARE)))
+    batches = sorted({smallest, -(-batch_size // 2), batch_size})
+    base = {**settings, "train_samples": 20 * batch_size, "test_samples": 1}
+    MODELS.load(str(settings.get("model", "lenet")))  # rejects unknown names
+    for strategy in strategies:
+        check_parts(from_mapping({**base, **two, "strategy": strategy, "batch_size": batch_size}))
+    with ShortRuns() as runs:
+
+        def train(name: str, steps: int, **own: Any) -> float:
+            run = open_run(runs.train(out, name, {**base, **own, "iterations": steps}))
+            return float(run.iteration_seconds or 0.0)
+
+        _tell(f"measuring {settings.get('model', 'lenet')} with one worker")
+        single = {"strategy": "single", **one}
+        pilot = train("pilot", PILOT_STEPS, batch_size=batch_size, **single)
+        shutil.rmtree(out / "pilot")  # too short for a calibration
+        for batch in batches:
+            steps = _steps(pilot * max(batch / batch_size, 0.25))
+            train(f"one-worker-{batch}", steps, batch_size=batch, **single)
+        for strategy in strategies:
+            _tell(f"measuring {strategy} with two workers")
+            name = f"two-workers-{strategy}"
+            train(name, _steps(pilot), strategy=strategy, batch_size=batch_size, **two)
+        _tell("measuring when gradients are ready")
+        train("ready-times", FEWEST_STEPS, **READY_TIMES, batch_size=batch_size, **two)
+        _tell("measuring collectives between two workers")
+        machines = {key: base[key] for key in ("threads", "cluster") if key in base} | two
+        runs.comm(out / "comm.json", machines, **COMM)
+
+
+def _steps(step_seconds: float) -> int:
+    """As many as take about RUN_SECONDS."""
+    wanted = round(RUN_SECONDS / max(step_seconds, 1e-6))
+    return min(max(wanted // 8 * 8 + 1, FEWEST_STEPS), MOST_STEPS)
+
+
+def _tell(text: str) -> None:
+    sys.stderr.write(f"paceline: {text} ...\n")

@@ -1,0 +1,63 @@
+"""`paceline plan --model NAME`: measures a job in short runs, then plans it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paceline.cli import main
+from paceline.plan import measurement
+from paceline.plan.run_calibration import calibrate
+
+
+def test_a_job_is_measured_and_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measurement, "RUN_SECONDS", 1e-6)
+    monkeypatch.setattr(measurement, "COMM", {**measurement.COMM, "sizes": "1k,64k,1m"})
+    out, file = tmp_path / "runs", tmp_path / "plan.json"
+    job = ["--model=softmax", "--data=plain_digits", "--batch-size=48", "--workers=1,2,4"]
+    assert main(["plan", *job, "--strategy=ring", f"--out={out}", f"--json={file}"]) == 0
+
+    found = calibrate([str(out)])
+    assert [point.samples for point in found.compute] == [12, 24, 48]
+    assert {(run.strategy, run.workers) for run in found.runs} == {("ring", 2), ("overlap", 2)}
+    assert all(len(steps) == measurement.FEWEST_STEPS - 1 for steps in found.residuals)
+    assert found.activation_bytes_per_sample is not None
+    kinds = {(each.operation, each.algorithm, each.backend) for each in found.collectives}
+    assert ("all_reduce", "ring", "gloo") in kinds
+    assert {each.workers for each in found.collectives} == {2}
+
+    predictions = json.loads(file.read_text())["predictions"]
+    assert [(each["workers"], each["strategy"]) for each in predictions] == [
+        (1, "single"), (2, "ring"), (4, "ring"),
+    ]  # fmt: skip
+    assert not any(each["extrapolated"] for each in predictions)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "plan: give records, or --model NAME to measure it in short runs"),
+        (["--model=lenett"], "unknown model 'lenett': did you mean lenet?"),
+        (["--model=lenet", "--strategy=ringg"], "'ringg'"),
+        (["--model=lenet", "--cluster=nodes=0"], "nodes=1 to nodes=250"),
+        (["--model=lenet", "--cluster=nodes=3"], "--cluster: must have two nodes"),
+        (["--model=lenet", "--batch-size=1"], "--batch-size: must be at least 2"),
+    ],
+)
+def test_an_invalid_job_is_rejected_in_one_line(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *arguments, f"--out={tmp_path / 'runs'}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_folder_with_records_is_not_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "one").mkdir()
+    assert main(["plan", "--model=lenet", f"--out={tmp_path}"]) == 2
+    assert "is not empty" in capsys.readouterr().err
