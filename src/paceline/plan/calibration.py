@@ -189,7 +189,7 @@ class Calibration:
             )
         values = {key: value for key, value in record.items() if key not in _HEADER}
         try:
-            calibration: Self = _parse(cls, values)
+            calibration: Self = parse(cls, values)
         except (TypeError, ValueError) as error:
             raise RecordsError(f"{name} is damaged: {error}") from None
         problem = next(calibration._problems(), None)
@@ -228,18 +228,18 @@ class Calibration:
 _HEADER = ("schema", "kind", "version")
 
 
-def _parse(kind: Any, value: Any) -> Any:
+def parse(kind: Any, value: Any) -> Any:
     """Convert a JSON value to the annotated type; TypeError or ValueError if it differs."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind):
         return _parse_dataclass(typing.cast("type", kind), value)
     if origin in (typing.Union, types.UnionType):
         (other,) = (each for each in arguments if each is not types.NoneType)
-        return None if value is None else _parse(other, value)
+        return None if value is None else parse(other, value)
     if origin is tuple:
         if not isinstance(value, list | tuple):
             raise TypeError("a list is missing")
-        return tuple(_parse(arguments[0], each) for each in value)
+        return tuple(parse(arguments[0], each) for each in value)
     if origin is typing.Literal:
         if value not in arguments:
             raise ValueError(f"{value!r} is not one of {', '.join(arguments)}")
@@ -247,7 +247,7 @@ def _parse(kind: Any, value: Any) -> Any:
     if origin is not None:  # Mapping
         if not isinstance(value, Mapping):
             raise TypeError("an object is missing")
-        return {str(key): _parse(arguments[1], each) for key, each in value.items()}
+        return {str(key): parse(arguments[1], each) for key, each in value.items()}
     if kind is float:
         if not is_number(value):
             raise TypeError(f"{value!r} is not a finite number")
@@ -264,4 +264,4 @@ def _parse_dataclass(kind: type, value: Any) -> Any:
     unknown = next((name for name in value if name not in hints), None)
     if unknown is not None:
         raise ValueError(f"{kind.__name__} has no {unknown}")
-    return kind(**{name: _parse(hints[name], each) for name, each in value.items()})
+    return kind(**{name: parse(hints[name], each) for name, each in value.items()})

@@ -127,7 +127,7 @@ def _calibration(runs: Sequence[Run], collectives: Sequence[CollectiveTiming]) -
         ),
         collectives=tuple(collectives),
         contention=Contention(cores_per_worker=_cores_per_worker(runs)),
-        runs=tuple(_measured_run(run) for run in runs if run.settings.workers > 1),
+        runs=tuple(measured_run(run) for run in runs if run.settings.workers > 1),
         optimizer_state_bytes=_state_bytes(runs[0], sum(each.size_bytes for each in gradients)),
         activation_bytes_per_sample=_activation_bytes(runs),
         has_ready_times=has_ready_times,
@@ -237,7 +237,7 @@ def _ready(run: Run, count: int) -> list[float] | None:
     return [min(max(each / total, 0.0), 1.0) for each in seconds if is_number(each)]
 
 
-def _measured_run(run: Run) -> MeasuredRun:
+def measured_run(run: Run) -> MeasuredRun:
     settings, workers = run.settings, run.workers
     hidden = [(worker["after_first"].get("hidden_exchange_seconds") or 0.0) for worker in workers]
     steps = workers[0]["after_first"]["iterations"]
