@@ -10,6 +10,7 @@ import pytest
 from paceline.errors import MissingMeasurementError
 from paceline.plan import prediction
 from paceline.plan.calibration import MeasuredRun
+from paceline.plan.compute_times import ComputeTimes
 from paceline.plan.prediction import Predictor, Target
 from paceline.plan.stragglers import expected_maximum
 from tests.support.calibrations import LINK, calibration, point, timing
@@ -43,6 +44,15 @@ def test_exact_measurements_give_the_formula(workers: int) -> None:
         0.074 / workers / (compute + exchange), rel=1e-3
     )
     assert found.link_bytes == pytest.approx(2 * (workers - 1) / workers * 4_404_000)
+
+
+def test_more_samples_never_take_less_time() -> None:
+    """A disturbed measurement of a small batch must not make larger ones look faster."""
+    noisy = replace(calibration(), compute=(point(16, 0.05), point(32, 0.03), point(64, 0.074)))
+    times = ComputeTimes(noisy)
+    assert [times.at(samples).seconds for samples in (16, 32)] == pytest.approx([0.04, 0.04])
+    assert times.at(64).seconds == pytest.approx(0.074)
+    assert times.at(48).seconds == pytest.approx(0.057)
 
 
 @pytest.mark.usefixtures("_exact")
@@ -161,3 +171,19 @@ def test_workers_that_synchronize_rarely_wait_less() -> None:
     residuals /= residuals.mean()
     every_step, rarely = (expected_maximum(residuals, 8, steps=steps) for steps in (1, 8))
     assert 1.0 < rarely < every_step
+
+
+def test_a_run_that_varies_makes_its_correction_uncertain() -> None:
+    def width(deviation: float) -> float:
+        run = MeasuredRun(
+            "ring", {}, "gloo", 2, 2, LINK, 32,
+            step_seconds=0.042 + ring_seconds(2, 4_404_000),
+            phases=dict(point(32, 0.042).phases),
+            deviation=deviation,
+        )  # fmt: skip
+        found = Predictor(replace(calibration(), runs=(run,))).predict(
+            Target("ring", 4, 64, link=LINK)
+        )
+        return found.step_seconds.high - found.step_seconds.low
+
+    assert width(0.1) > 1.5 * width(0.0)

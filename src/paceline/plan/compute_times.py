@@ -29,7 +29,7 @@ class ComputeTimes:
                 factor = float(random.choice(steps, len(steps)).mean() / steps.mean())
             factors.append(factor)
         self._phases = {
-            phase: np.array([point.phases[phase] for point in points]) * factors
+            phase: _ascending(np.array([point.phases[phase] for point in points]) * factors)
             for phase in COMPUTE_PHASES
         }
 
@@ -52,3 +52,14 @@ class ComputeTimes:
         slope = max(float(slope), 0.0)
         nearest = 0 if samples < self.samples[0] else -1
         return max(0.0, float(seconds[nearest]) + slope * (samples - float(self.samples[nearest])))
+
+
+def _ascending(seconds: Floats) -> Floats:
+    """The nearest values that do not fall (pool adjacent violators): more samples take no less."""
+    pools: list[list[float]] = []
+    for value in seconds:
+        pools.append([float(value)])
+        while len(pools) > 1 and np.mean(pools[-2]) > np.mean(pools[-1]):
+            last = pools.pop()
+            pools[-1] += last
+    return np.array([float(np.mean(pool)) for pool in pools for _ in pool])

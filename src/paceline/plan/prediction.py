@@ -131,6 +131,15 @@ class Prediction:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """Factor on the time of all collectives."""
+
+    factor: float
+    deviation: float
+    """Relative standard deviation."""
+
+
 class _Sample:
     """One bootstrap sample of a calibration."""
 
@@ -141,9 +150,11 @@ class _Sample:
         if random is not None and len(pooled):
             pooled = random.choice(pooled, len(pooled))
         self.residuals = pooled / pooled.mean() if len(pooled) else np.ones(1)
-        errors = (0.0, 0.0) if random is None else random.normal(size=2)
+        errors = np.zeros(3) if random is None else random.normal(size=3)
         self.compute_factor = math.exp(COMPUTE_ERROR * errors[0])
         self.communication_factor = math.exp(COMMUNICATION_ERROR * errors[1])
+        self.correction_error = float(errors[2])
+        """In standard deviations."""
 
 
 class Predictor:
@@ -172,7 +183,9 @@ class Predictor:
                 sample,
                 target,
                 sample.compute_factor * compute,
-                sample.communication_factor * correction,
+                sample.communication_factor
+                * correction.factor
+                * math.exp(correction.deviation * sample.correction_error),
             )
             for sample in self._samples
         ]
@@ -292,7 +305,7 @@ class Predictor:
             return None
         return min(max(measured / model, LEAST_CORRECTION), 1 / LEAST_CORRECTION)
 
-    def _correction(self, target: Target) -> float:
+    def _correction(self, target: Target) -> Correction:
         """Factor on communication that makes the model exact for runs of the same strategy.
 
         From the runs on the same link with the most similar number of workers.
@@ -305,16 +318,18 @@ class Predictor:
             and Place(run.backend, run.hosts > 1, run.link) == target.place
         ]
         if not same:
-            return 1.0
+            return Correction(1.0, 0.0)
         nearest = min(abs(math.log(run.workers / target.workers)) for run in same)
-        logs = [
-            math.log(self._run_correction(run))
+        chosen = [
+            self._run_correction(run)
             for run in same
             if abs(math.log(run.workers / target.workers)) <= nearest + 1e-9
         ]
-        return math.exp(float(np.mean(logs)))
+        logs = [math.log(each.factor) for each in chosen]
+        deviation = math.sqrt(math.fsum(each.deviation**2 for each in chosen)) / len(chosen)
+        return Correction(math.exp(float(np.mean(logs))), deviation)
 
-    def _run_correction(self, run: MeasuredRun) -> float:
+    def _run_correction(self, run: MeasuredRun) -> Correction:
         """By bisection: a step is longer with longer communication."""
         target = _target_of(run)
         compute = self._compute_ratio(run) or 1.0
@@ -327,7 +342,11 @@ class Predictor:
         for _ in range(30):
             middle = math.sqrt(low * high)
             low, high = (low, middle) if excess(middle) > 0 else (middle, high)
-        return math.sqrt(low * high)
+        factor = math.sqrt(low * high)
+        step = self._simulate(self._center, target, compute, factor)
+        communication = max(step.seconds - step.compute_seconds, 0.1 * step.seconds)
+        # What varies of the step is attributed to its communication.
+        return Correction(factor, min(run.deviation * step.seconds / communication, 0.5))
 
     def _memory_bytes(self, target: Target) -> float | None:
         activations = self.calibration.activation_bytes_per_sample
