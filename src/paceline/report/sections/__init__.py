@@ -12,6 +12,7 @@ from paceline.report.sections import (
     hardware,
     learning,
     overview,
+    phases,
     post_mortem,
     scaling,
     step_cost,
@@ -22,7 +23,7 @@ from paceline.study.study_file import SECTION_NAMES
 
 __all__ = ["MODULES", "SECTIONS", "VERDICT", "build_sections", "section_names", "select", "unknown"]
 
-MODULES = (post_mortem, overview, learning, step_cost, timing, scaling, hardware)
+MODULES = (post_mortem, overview, learning, step_cost, timing, phases, scaling, hardware)
 """Importing a module registers its sections."""
 
 VERDICT = "verdict"

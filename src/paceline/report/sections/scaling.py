@@ -39,7 +39,7 @@ from paceline.report.sections.common import (
     section,
     table,
 )
-from paceline.report.sections.timing import NOT_MEASURED
+from paceline.report.sections.phases import NOT_MEASURED
 from paceline.report.wording import (
     accuracy_note,
     beside_exact,

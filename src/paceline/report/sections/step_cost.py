@@ -19,7 +19,7 @@ from paceline.report.sections.common import (
     section,
     table,
 )
-from paceline.report.sections.timing import phase_bar, phase_figure
+from paceline.report.sections.phases import phase_bar, phase_figure
 
 LABEL_SEPARATOR = ", "
 """Between the settings in the label of a configuration."""
