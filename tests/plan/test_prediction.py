@@ -96,9 +96,22 @@ def test_a_run_of_the_same_strategy_corrects_its_communication() -> None:
     corrected = Predictor(replace(calibration(), runs=(run,)), samples=3)
     found = corrected.predict(Target("ring", 4, 64, link=LINK)).step_seconds.median
     assert found == pytest.approx(0.026 + 1.5 * ring_seconds(4, 4_404_000), rel=1e-3)
-    # Another strategy is not affected.
-    plain = Predictor(calibration(), samples=3).predict(Target("tree", 4, 64, link=LINK))
-    assert corrected.predict(Target("tree", 4, 64, link=LINK)).step_seconds == plain.step_seconds
+    # Nor does another bucket size change what is specific to the strategy.
+    other = corrected.predict(Target("ring", 4, 64, {"first_bucket_mib": "1"}, link=LINK))
+    assert other.step_seconds.median == pytest.approx(found)
+
+
+def test_strategies_without_runs_are_corrected_like_others_but_less_surely() -> None:
+    run = MeasuredRun(
+        "ring", {}, "gloo", 2, 2, LINK, 32,
+        step_seconds=0.042 + 1.5 * ring_seconds(2, 4_404_000),
+        phases=dict(point(32, 0.042).phases),
+    )  # fmt: skip
+    target = Target("tree", 4, 64, link=LINK)
+    plain = Predictor(calibration()).predict(target).step_seconds
+    corrected = Predictor(replace(calibration(), runs=(run,))).predict(target).step_seconds
+    assert corrected.median - 0.026 == pytest.approx(1.5 * (plain.median - 0.026), rel=0.05)
+    assert corrected.high - corrected.low > 1.3 * 1.5 * (plain.high - plain.low)
 
 
 @pytest.mark.usefixtures("_exact")
@@ -115,8 +128,10 @@ def test_slower_compute_in_distributed_runs_applies_to_predictions() -> None:
 def test_workers_that_are_slow_together_wait_less() -> None:
     varied = (0.5, 1.5) * 10
     independent = replace(calibration(), residuals=(varied,))
-    phases = {**point(32, 0.042).phases, "wait": 0.25 * 0.25 * 0.042}
-    run = MeasuredRun("tree", {}, "gloo", 2, 2, LINK, 32, 1.0, phases)
+    wait = 0.25 * 0.25 * 0.042
+    phases = {**point(32, 0.042).phases, "wait": wait}
+    step = 0.042 + wait + ring_seconds(2, 4_404_000)
+    run = MeasuredRun("ring", {}, "gloo", 2, 2, LINK, 32, step, phases)
     together = replace(independent, runs=(run,))
     target = Target("ring", 2, 64, link=LINK)
     seconds = [

@@ -91,6 +91,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default="1",
         help="compute time of one slow worker, relative to the others",
     )
+    recommended = parser.add_argument_group("Recommendation")
+    recommended.add_argument(
+        "--advise",
+        action="store_true",
+        help="recommend strategy, options, batch size and number of workers, by time",
+    )
+    recommended.add_argument(
+        "--price-per-worker-hour", metavar="X", help="recommend by cost instead of by time"
+    )
     cluster = parser.add_argument_group("Large clusters")
     cluster.add_argument(
         "--racks",
@@ -122,6 +131,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not workers:
         raise UsageError("--workers: must be a list of numbers such as 4,16,64")
     hosts, batch_size = arguments.hosts, arguments.batch_size
+    price = arguments.price_per_worker_hour
     failures = None
     if arguments.mtbf_hours is not None:
         failures = Failures(
@@ -141,6 +151,10 @@ def run(arguments: argparse.Namespace) -> int:
         slowdown=_number("--slowdown", arguments.slowdown, 1, 1000),
         racks=None if arguments.racks is None else _racks(arguments.racks),
         failures=failures,
+        is_advice_wanted=arguments.advise or price is not None,
+        price_per_worker_hour=None
+        if price is None
+        else _number("--price-per-worker-hour", price, 1e-9, 1e9),
     )
     _check_file(arguments.json)
     paths = arguments.paths or [_measure(arguments, request)]

@@ -155,6 +155,10 @@ class Calibration:
     """Momentum and moments of a replica, which `local_sgd` also averages."""
     activation_bytes_per_sample: float | None = None
     """Memory of a worker between forward and backward pass, per sample; None if unknown."""
+    noise_scale: float | None = None
+    """Gradient noise scale of the runs, in samples; None if it was not measured."""
+    learning_batch_size: int | None = None
+    """Global batch size of the runs that the learning rate belongs to; None if unknown."""
     has_ready_times: bool = True
     """Whether `Gradient.ready` was measured; otherwise it is assumed to be uniform."""
     hardware: Mapping[str, Any] = field(default_factory=dict)

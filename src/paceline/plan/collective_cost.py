@@ -247,8 +247,12 @@ def _robust_line(sizes: Floats, seconds: Floats) -> tuple[float, float]:
         return float(seconds[0] / max(sizes[0], 1.0)), 0.0
     weights = 1 / seconds
     slope = offset = 0.0
-    for _ in range(10):
-        slope, offset = (float(each) for each in np.polyfit(sizes, seconds, 1, w=weights))
+    for _ in range(5):
+        squares = weights**2 / np.sum(weights**2)
+        size, second = float(np.dot(squares, sizes)), float(np.dot(squares, seconds))
+        centered = squares * (sizes - size)
+        slope = float(np.dot(centered, seconds) / np.dot(centered, sizes))
+        offset = second - slope * size
         if slope <= 0:
             return float(np.median(seconds / np.maximum(sizes, 1.0))), 0.0
         errors = np.abs(seconds - offset - slope * sizes) / seconds

@@ -7,7 +7,7 @@ algorithms have the same form, so they stand in where one was not measured.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,11 +46,85 @@ class Place:
     """Between the hosts."""
 
 
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """A measurement, and what others say about it."""
+
+    timing: CollectiveTiming
+    round_trips: float
+    message_seconds: float | None
+    """Of a small message on the same link, without the link; None if it was not measured."""
+    software_seconds_per_byte: float
+    """Of the same collective within a host, which no link limits; 0 if it was not measured."""
+
+
+class CollectiveMeasurements:
+    """The collectives of a calibration; selections are kept, because all samples need them."""
+
+    def __init__(self, calibration: Calibration) -> None:
+        self.calibration = calibration
+        self._timings = [each for each in calibration.collectives if len(each.points) > 1]
+        self._known: dict[tuple[str, str, Place], Selected | None] = {}
+
+    def select(self, operation: str, algorithm: str, place: Place) -> Selected | None:
+        """The most similar measurement; None if there is none."""
+        key = operation, algorithm, place
+        if key not in self._known:
+            self._known[key] = self._select(operation, algorithm, place)
+        return self._known[key]
+
+    def _select(self, operation: str, algorithm: str, place: Place) -> Selected | None:
+        candidates = [
+            each
+            for each in self._timings
+            if (each.backend, each.hosts > 1) == (place.backend, place.is_across_hosts)
+        ]
+        for wanted in ((operation, algorithm), *STAND_INS):
+            same = [each for each in candidates if (each.operation, each.algorithm) == wanted]
+            if same:
+                timing = min(
+                    same, key=lambda each: (_distance(each.link, place.link), each.workers)
+                )
+                return Selected(
+                    timing,
+                    measured_round_trips(same),
+                    self._message_seconds(timing),
+                    self._software_seconds_per_byte(timing),
+                )
+        return None
+
+    def _message_seconds(self, timing: CollectiveTiming) -> float | None:
+        for each in self._timings:
+            is_same = (each.backend, each.hosts > 1, each.link) == (
+                timing.backend,
+                timing.hosts > 1,
+                timing.link,
+            )
+            if each.operation == "send_recv" and is_same:
+                half_trip = each.link.round_trip_seconds / 2 if each.link else 0.0
+                return max(0.0, RoundTimes.of(each).latency_seconds - half_trip)
+        return None
+
+    def _software_seconds_per_byte(self, timing: CollectiveTiming) -> float:
+        for each in self._timings:
+            is_same = (each.backend, each.operation, each.algorithm) == (
+                timing.backend,
+                timing.operation,
+                timing.algorithm,
+            )
+            if is_same and each.hosts == 1:
+                return RoundTimes.of(each).seconds_per_byte
+        return 0.0
+
+
 class CollectiveTimes:
     """Times of collectives, by operation, algorithm, size, workers and link."""
 
-    def __init__(self, calibration: Calibration, random: np.random.Generator | None = None) -> None:
-        self._calibration, self._random = calibration, random
+    def __init__(
+        self, measurements: CollectiveMeasurements, random: np.random.Generator | None = None
+    ) -> None:
+        """With `random`, times of a bootstrap sample of the measurements."""
+        self._measurements, self._calibration = measurements, measurements.calibration
         self._seed = None if random is None else int(random.integers(2**63))
         self._known: dict[tuple[str, str, Place], RoundTimes] = {}
 
@@ -80,16 +154,14 @@ class CollectiveTimes:
         return self._known[key]
 
     def _round_times(self, operation: str, algorithm: str, place: Place) -> RoundTimes:
-        candidates = [
-            each
-            for each in self._calibration.collectives
-            if (each.backend, each.hosts > 1) == (place.backend, place.is_across_hosts)
-            and len(each.points) > 1
-        ]
-        for wanted in ((operation, algorithm), *STAND_INS):
-            same = [each for each in candidates if (each.operation, each.algorithm) == wanted]
-            if same:
-                return self._on_link(same, place.link)
+        selected = self._measurements.select(operation, algorithm, place)
+        if selected is not None:
+            random = None if self._seed is None else np.random.default_rng(self._seed)
+            timing, link = selected.timing, place.link
+            times = RoundTimes.of(timing, selected.round_trips, random, selected.message_seconds)
+            if link is None or timing.link is None:
+                return times
+            return times.on_link(timing.link, link, selected.software_seconds_per_byte)
         if place.is_across_hosts and place.link is not None:
             return nominal_round_times(place.link)
         where = f"{'on two hosts' if place.is_across_hosts else 'on one host'} ({place.backend})"
@@ -97,40 +169,6 @@ class CollectiveTimes:
             f"the time of collectives {where}",
             "`paceline comm --json FILE` of two workers, with at least two sizes",
         )
-
-    def _on_link(self, timings: Sequence[CollectiveTiming], link: Link | None) -> RoundTimes:
-        round_trips = measured_round_trips(timings)
-        timing = min(timings, key=lambda each: (_distance(each.link, link), each.workers))
-        random = None if self._seed is None else np.random.default_rng(self._seed)
-        times = RoundTimes.of(timing, round_trips, random, self._message_seconds(timing))
-        if link is None or timing.link is None:
-            return times
-        return times.on_link(timing.link, link, self._software_seconds_per_byte(timing))
-
-    def _message_seconds(self, timing: CollectiveTiming) -> float | None:
-        """Time of a small message on the same link, without the link; None if not measured."""
-        for each in self._calibration.collectives:
-            is_same = (each.backend, each.hosts > 1, each.link) == (
-                timing.backend,
-                timing.hosts > 1,
-                timing.link,
-            )
-            if each.operation == "send_recv" and is_same and len(each.points) > 1:
-                half_trip = each.link.round_trip_seconds / 2 if each.link else 0.0
-                return max(0.0, RoundTimes.of(each).latency_seconds - half_trip)
-        return None
-
-    def _software_seconds_per_byte(self, timing: CollectiveTiming) -> float:
-        """Of the same collective within a host, which no link limits; 0 if it was not measured."""
-        for each in self._calibration.collectives:
-            is_same = (each.backend, each.operation, each.algorithm) == (
-                timing.backend,
-                timing.operation,
-                timing.algorithm,
-            )
-            if is_same and each.hosts == 1 and len(each.points) > 1:
-                return RoundTimes.of(each).seconds_per_byte
-        return 0.0
 
     def extrapolations(self, place: Place) -> list[str]:
         """Why times are not those of a measured link."""

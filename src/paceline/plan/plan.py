@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.errors import MissingMeasurementError, RecordsError, UsageError, suggest
+from paceline.plan.advice import EXACT_STRATEGIES, Advice, advise
 from paceline.plan.calibration import Calibration
 from paceline.plan.cluster_simulation import Day, Failures, Racks, simulate_days
 from paceline.plan.links import Link
@@ -33,6 +34,9 @@ class Request:
     racks: Racks | None = None
     failures: Failures | None = None
     """Simulate days with these; None: not."""
+    is_advice_wanted: bool = False
+    price_per_worker_hour: float | None = None
+    """Recommend by cost; None: by time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,7 @@ class Plan:
     """Why strategies could not be predicted."""
     days: dict[int, Day]
     """Mean of the simulated days, by number of workers."""
+    advice: Advice | None = None
 
     def to_dict(self) -> dict[str, Any]:
         known = self.calibration
@@ -53,6 +58,7 @@ class Plan:
             "hardware": dict(known.hardware),
             "sources": list(known.sources),
             "predictions": [each.to_dict() for each in self.predictions],
+            "advice": None if self.advice is None else self.advice.to_dict(),
             "days": [{"workers": count, **asdict(day)} for count, day in self.days.items()],
             "skipped": self.skipped,
         }
@@ -89,7 +95,16 @@ def make_plan(paths: Sequence[str], request: Request, model: str | None = None) 
         raise next(iter(missing.values()))
     failures = request.failures
     days = {} if failures is None else {n: simulate_days(n, failures) for n in request.workers}
-    return Plan(calibration, found, list(missing), days)
+    advice = None
+    if request.is_advice_wanted:
+        names = request.strategies or EXACT_STRATEGIES
+        targets = [
+            _target(calibration, request, name, workers, links[0])
+            for workers in request.workers
+            for name in (names if workers > 1 else ["single"])
+        ]
+        advice = advise(calibration, targets, request.price_per_worker_hour)
+    return Plan(calibration, found, list(missing), days, advice)
 
 
 def _strategies(calibration: Calibration, request: Request) -> list[str]:

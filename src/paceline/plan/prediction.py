@@ -20,11 +20,11 @@ from paceline.errors import MissingMeasurementError
 from paceline.plan.calibration import COMPUTE_PHASES, Calibration, MeasuredRun
 from paceline.plan.cluster_simulation import Racks, racks_factor
 from paceline.plan.collective_cost import CollectiveTime
-from paceline.plan.collective_times import CollectiveTimes, Place
+from paceline.plan.collective_times import CollectiveMeasurements, CollectiveTimes, Place
 from paceline.plan.compute_times import ComputeTimes
 from paceline.plan.job import Job, StepTime
 from paceline.plan.links import Link
-from paceline.plan.step_simulation import local_steps, simulate_step
+from paceline.plan.step_simulation import STRATEGIES, local_steps, simulate_step
 from paceline.plan.stragglers import expected_maximum
 
 Floats = NDArray[np.float64]
@@ -37,6 +37,10 @@ COMPUTE_ERROR, COMMUNICATION_ERROR = 0.03, 0.05
 other programs; and of what the model leaves out."""
 LEAST_CORRECTION = 0.4
 """Beyond this, the run was disturbed or is not what the model describes."""
+LEAST_SPREAD = 0.1
+"""Relative standard deviation of the correction of a strategy without runs."""
+SIZE_OPTIONS = ("bucket_mib", "first_bucket_mib", "every", "tau", "servers", "place")
+"""Options that the model covers: runs that differ in them have the same correction."""
 MOST_WORKERS_FACTOR = 4
 """A prediction for more times the measured number of workers is extrapolated."""
 
@@ -143,9 +147,14 @@ class Correction:
 class _Sample:
     """One bootstrap sample of a calibration."""
 
-    def __init__(self, calibration: Calibration, random: np.random.Generator | None) -> None:
+    def __init__(
+        self,
+        calibration: Calibration,
+        measurements: CollectiveMeasurements,
+        random: np.random.Generator | None,
+    ) -> None:
         self.compute = ComputeTimes(calibration, random)
-        self.collectives = CollectiveTimes(calibration, random)
+        self.collectives = CollectiveTimes(measurements, random)
         pooled = np.array([each for worker in calibration.residuals for each in worker])
         if random is not None and len(pooled):
             pooled = random.choice(pooled, len(pooled))
@@ -155,6 +164,15 @@ class _Sample:
         self.communication_factor = math.exp(COMMUNICATION_ERROR * errors[1])
         self.correction_error = float(errors[2])
         """In standard deviations."""
+        self._slowest: dict[tuple[float, int, float, int], float] = {}
+
+    def slowest(self, independence: float, workers: int, slowdown: float, steps: int) -> float:
+        """The expected maximum over the workers, of residuals that vary by this share."""
+        key = independence, workers, slowdown, steps
+        if key not in self._slowest:
+            residuals = 1 + independence * (self.residuals - 1)
+            self._slowest[key] = expected_maximum(residuals, workers, slowdown, steps)
+        return self._slowest[key]
 
 
 class Predictor:
@@ -163,16 +181,19 @@ class Predictor:
     def __init__(self, calibration: Calibration, samples: int = SAMPLES, seed: int = 0) -> None:
         self.calibration = calibration
         self._count, self._seed = samples, seed
+        self._measurements = CollectiveMeasurements(calibration)
+        self._corrections: dict[int, Correction] = {}
+        """By index of the run."""
 
     @cached_property
     def _samples(self) -> list[_Sample]:
         random = np.random.default_rng(self._seed)
-        return [_Sample(self.calibration, random) for _ in range(self._count)]
+        return [_Sample(self.calibration, self._measurements, random) for _ in range(self._count)]
 
     @cached_property
     def _center(self) -> _Sample:
         """The measurements themselves."""
-        return _Sample(self.calibration, None)
+        return _Sample(self.calibration, self._measurements, None)
 
     def predict(self, target: Target) -> Prediction:
         """MissingMeasurementError if the calibration lacks what the prediction needs."""
@@ -235,10 +256,11 @@ class Predictor:
     ) -> Job:
         # Asynchronous workers do not wait for each other.
         workers = target.workers if target.options.get("mode", "sync") == "sync" else 1
-        residuals = 1 + self._independence * (sample.residuals - 1)
-        slowest = expected_maximum(residuals, workers, target.slowdown)
         steps = local_steps(target.strategy, target.options)
-        local = expected_maximum(residuals, workers, target.slowdown, steps) / slowest
+        slowest, local = (
+            sample.slowest(self._independence, workers, target.slowdown, each)
+            for each in (1, steps)
+        )
         compute = sample.compute.at(target.samples_of_worker)
         cores = self._core_factor(target)
         compute = compute.scaled(compute_factor * slowest * cores)
@@ -259,7 +281,7 @@ class Predictor:
             collective,
             lambda codec, size: times.codec_cost(codec, target.options, size),
             self.calibration.contention,
-            local,
+            local / slowest,
         )
 
     def _core_factor(self, target: Target) -> float:
@@ -306,30 +328,44 @@ class Predictor:
         return min(max(measured / model, LEAST_CORRECTION), 1 / LEAST_CORRECTION)
 
     def _correction(self, target: Target) -> Correction:
-        """Factor on communication that makes the model exact for runs of the same strategy.
+        """Factor on communication that makes the model exact for runs on the same link.
 
-        From the runs on the same link with the most similar number of workers.
+        From runs of the same strategy with the most similar number of workers, with the same
+        options if there are any. Without runs of the strategy, from all others, whose spread is
+        the uncertainty: much of the factor is due to the machine.
         """
-        same = [
+        runs = [
             run
             for run in self.calibration.runs
             if run.workers > 1
-            and (run.strategy, dict(run.options)) == (target.strategy, dict(target.options))
+            and run.strategy in STRATEGIES
             and Place(run.backend, run.hosts > 1, run.link) == target.place
         ]
-        if not same:
-            return Correction(1.0, 0.0)
-        nearest = min(abs(math.log(run.workers / target.workers)) for run in same)
+        form = _form(target.strategy, target.options)
+        same = [run for run in runs if _form(run.strategy, run.options) == form]
+        same = [run for run in same if dict(run.options) == dict(target.options)] or same
+        distances = [abs(math.log(run.workers / target.workers)) for run in same or runs]
         chosen = [
             self._run_correction(run)
-            for run in same
-            if abs(math.log(run.workers / target.workers)) <= nearest + 1e-9
+            for run, distance in zip(same or runs, distances, strict=True)
+            if distance <= min(distances) + 1e-9
         ]
+        if not chosen:
+            return Correction(1.0, 0.0)
         logs = [math.log(each.factor) for each in chosen]
+        if not same:
+            deviation = max(float(np.std(logs)), LEAST_SPREAD)
+            return Correction(math.exp(float(np.median(logs))), deviation)
         deviation = math.sqrt(math.fsum(each.deviation**2 for each in chosen)) / len(chosen)
         return Correction(math.exp(float(np.mean(logs))), deviation)
 
     def _run_correction(self, run: MeasuredRun) -> Correction:
+        key = self.calibration.runs.index(run)
+        if key not in self._corrections:
+            self._corrections[key] = self._fit_correction(run)
+        return self._corrections[key]
+
+    def _fit_correction(self, run: MeasuredRun) -> Correction:
         """By bisection: a step is longer with longer communication."""
         target = _target_of(run)
         compute = self._compute_ratio(run) or 1.0
@@ -387,3 +423,7 @@ def _target_of(run: MeasuredRun) -> Target:
         run.link,
         run.backend,
     )
+
+
+def _form(strategy: str, options: Mapping[str, str]) -> tuple[str, dict[str, str]]:
+    return strategy, {key: value for key, value in options.items() if key not in SIZE_OPTIONS}

@@ -16,6 +16,7 @@ import numpy as np
 
 from paceline.analysis.collection import collect
 from paceline.analysis.events import read_iterations
+from paceline.analysis.noise_scale import final_noise_scale
 from paceline.analysis.run import Run
 from paceline.analysis.validation import is_number
 from paceline.config import cluster_spec
@@ -130,6 +131,8 @@ def _calibration(runs: Sequence[Run], collectives: Sequence[CollectiveTiming]) -
         runs=tuple(measured_run(run) for run in runs if run.settings.workers > 1),
         optimizer_state_bytes=_state_bytes(runs[0], sum(each.size_bytes for each in gradients)),
         activation_bytes_per_sample=_activation_bytes(runs),
+        noise_scale=_noise_scale(runs),
+        learning_batch_size=max(run.settings.global_batch_size or 1 for run in runs),
         has_ready_times=has_ready_times,
         hardware=first.get("hardware", {}),
         software=first.get("software", {}),
@@ -284,6 +287,13 @@ def _state_bytes(run: Run, weights_bytes: int) -> int:
     optimizer = str(run.settings.get("optimizer"))
     momentum = bool(run.settings.get("momentum"))
     return OPTIMIZER_COPIES.get(optimizer, int(momentum)) * weights_bytes
+
+
+def _noise_scale(runs: Sequence[Run]) -> float | None:
+    """The median over the runs that measured it."""
+    found = [final_noise_scale(run) or {} for run in runs]
+    values = [one["value"] for one in found if is_number(one.get("value")) and one["value"] > 0]
+    return float(np.median(values)) if values else None
 
 
 def _activation_bytes(runs: Sequence[Run]) -> float | None:

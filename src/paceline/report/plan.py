@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline import formatting
+from paceline.plan.advice import Advice
 from paceline.plan.cluster_simulation import Day
 from paceline.plan.plan import Plan
 from paceline.plan.prediction import Interval, Prediction
@@ -20,6 +21,8 @@ MOST_NOTES = 6
 def print_plan(plan: Plan, console: Console | None = None) -> None:
     """Print a table for each link, then what is extrapolated or missing."""
     console = console or open_console(width=WIDTH)
+    if plan.advice is not None:
+        _print_advice(console, plan.advice)
     links = dict.fromkeys(_place(each) for each in plan.predictions)
     for place in links:
         same = [each for each in plan.predictions if _place(each) == place]
@@ -89,6 +92,30 @@ def _step(interval: Interval) -> str:
     if all(text.endswith(unit) for text in (low, high)):
         low, high = low.removesuffix(unit), high.removesuffix(unit)
     return f"{median} ({low} to {high})"
+
+
+def _print_advice(console: Console, advice: Advice) -> None:
+    best, price = advice.best, advice.price_per_worker_hour
+    console.print("\nRecommendation", style="bold")
+    text = f"{_configuration(best)}: {_step(best.step_seconds)} per step"
+    text += f", {formatting.count(best.throughput.median)} samples/s"
+    if price is not None:
+        cost = best.target.workers * price / 3600 / best.throughput.median
+        text += f", {1e6 * cost:.3g} per million samples"
+    console.print(paragraph(text + (", extrapolated" if best.extrapolated else ""), console))
+    exposed = formatting.percent(100 * best.exposed_communication.median)
+    console.print(f"Limited by {advice.limit}: {exposed} of a step is exposed communication.")
+    for other, more in advice.runners_up:
+        what = "time" if price is None else "money"
+        console.print(paragraph(f"{more:.0%} more {what}: {_configuration(other)}", console))
+    console.print(advice.command, soft_wrap=True)
+
+
+def _configuration(prediction: Prediction) -> str:
+    target = prediction.target
+    options = "".join(f", {key}={value}" for key, value in target.options.items())
+    workers = "1 worker" if target.workers == 1 else f"{target.workers:,} workers"
+    return f"{target.strategy}{options}, {workers}, batch {target.samples:,}"
 
 
 def _print_notes(console: Console, plan: Plan) -> None:

@@ -1,0 +1,91 @@
+"""Recommendations: the best of all candidates, and what they are compared by."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from paceline.cli import main
+from paceline.config import RunConfig
+from paceline.plan.advice import EXACT_STRATEGIES, advise, command
+from paceline.plan.calibration import Calibration
+from paceline.plan.links import Link
+from paceline.plan.prediction import Predictor, Target
+from tests.support.calibrations import LINK, calibration
+
+WORKERS = (1, 2, 4, 8)
+
+
+def targets(samples: int = 64, link: Link = LINK) -> list[Target]:
+    return [
+        Target(name if workers > 1 else "single", workers, samples, link=link)
+        for workers in WORKERS
+        for name in EXACT_STRATEGIES
+    ]
+
+
+def test_the_fastest_candidate_is_recommended() -> None:
+    found = advise(calibration(), targets())
+    predictor = Predictor(calibration())
+    fastest = max(predictor.predict(each).throughput.median for each in targets())
+    assert found.best.throughput.median >= 0.98 * fastest
+    assert [more for _, more in found.runners_up] == sorted(more for _, more in found.runners_up)
+    assert all(more >= -0.03 for _, more in found.runners_up)
+
+
+def test_a_slow_link_is_left_to_one_worker() -> None:
+    slow = advise(calibration(), targets(link=Link(1e6)))
+    assert slow.best.target.workers == 1
+    assert slow.limit == "compute"
+    fast = advise(calibration(), targets(samples=512, link=Link(100e9)))
+    assert fast.best.target.workers == 8
+
+
+def test_cost_prefers_fewer_workers_than_time() -> None:
+    by_time = advise(calibration(), targets(512, Link(100e9)))
+    by_cost = advise(calibration(), targets(512, Link(100e9)), price_per_worker_hour=2.0)
+    assert by_cost.best.target.workers < by_time.best.target.workers
+    assert by_cost.to_dict()["by"] == "cost"
+
+
+@pytest.mark.parametrize(("noise_scale", "batch"), [(8.0, 32), (1e5, 256)])
+def test_the_noise_scale_decides_about_the_batch(noise_scale: float, batch: int) -> None:
+    """Noisy gradients make large batches worthwhile; for others, more samples are wasted."""
+    noisy = replace(calibration(), noise_scale=noise_scale, learning_batch_size=64)
+    found = advise(noisy, [Target("single", 1, 64)])
+    assert found.best.target.samples == batch
+    assert f"--batch-size {batch}" in found.command
+    assert "--lr-scaling sqrt --base-batch-size 64" in found.command
+
+
+def test_without_a_noise_scale_the_batch_stays() -> None:
+    assert advise(calibration(), targets()).best.target.samples == 64
+
+
+def test_the_command_has_flags_that_exist() -> None:
+    target = Target("ddp", 8, 64, {"bucket_mib": "8"}, hosts=4, link=LINK)
+    words = command(calibration(), target).split()
+    assert words[:2] == ["paceline", "train"]
+    flags = {word[2:].replace("-", "_") for word in words if word.startswith("--")}
+    assert flags <= set(RunConfig.__dataclass_fields__)
+    assert "--nnodes 4 --nproc-per-node 2" in " ".join(words)
+
+
+def test_the_command_prints_the_recommendation_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out = tmp_path / "calibration.json", tmp_path / "plan.json"
+    complete: Calibration = calibration()
+    complete.write(path)
+    assert main(["plan", str(path), "--workers", "1,2,4", "--advise", "--json", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.strip().startswith("Recommendation")
+    assert printed.index("paceline train --model lenet") < printed.index("workers strategy")
+    record = json.loads(out.read_text())["advice"]
+    assert record["by"] == "time"
+    assert record["best"]["throughput"]["median"] > 0
+    assert main(["plan", str(path), "--price-per-worker-hour", "3"]) == 0
+    assert "per million samples" in capsys.readouterr().out
