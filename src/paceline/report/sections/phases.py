@@ -74,10 +74,11 @@ def phases(context: SectionContext) -> Iterator[Block]:
             [phase_bar(group.label, split) for group, split in shown],
         )
     yield from _rank_phases(context)
+    whole = _whole_bars(context)
     yield phase_figure(
         context.figure_name("phases", "whole"),
-        "The whole run by phase, as shares",
-        _whole_bars(context),
+        _with_count("The whole run by phase, as shares", whole),
+        whole[:MAX_RANK_BARS],
     )
     yield from context.plotted_note()
     if not context.is_one_run:
@@ -103,7 +104,7 @@ def phases(context: SectionContext) -> Iterator[Block]:
 def _whole_bars(context: SectionContext) -> list[Bar]:
     """Of one run a bar for each worker, because one that hangs and one that waits differ."""
     if context.is_one_run:
-        workers = context.groups[0].runs[0].workers[:MAX_RANK_BARS]
+        workers = context.groups[0].runs[0].workers
         return [phase_bar(f"rank {one['rank']}", worker_breakdown(one)) for one in workers]
     return [
         phase_bar(group.label, split)
@@ -204,11 +205,15 @@ def _rank_phases(context: SectionContext) -> Iterator[Figure]:
     ]
     if not bars:
         return
-    title = "One iteration of each worker"
-    if len(bars) > MAX_RANK_BARS:
-        title = f"{title}, the first {MAX_RANK_BARS} of {len(bars)}"
+    title = _with_count("One iteration of each worker", bars)
     name = context.figure_name("phases", "workers")
     yield phase_figure(name, title, bars[:MAX_RANK_BARS], is_share=False)
+
+
+def _with_count(title: str, bars: Sequence[Bar]) -> str:
+    """The title of a figure, which may not have all bars."""
+    shown = f", the first {MAX_RANK_BARS} of {len(bars)}" if len(bars) > MAX_RANK_BARS else ""
+    return f"{title}{shown}"
 
 
 def startup_table(groups: Sequence[RunGroup]) -> Iterator[Block]:
