@@ -601,12 +601,19 @@ def _build_replica(
         model=model,
         optimizer=build_optimizer(config, model.parameters(), undecayed),
         clock=clock,
-        # For each shape, not for shapes in general: a captured step keeps the code that it was
-        # captured with, and an eager one must use the same.
-        forward=torch.compile(model, dynamic=False) if config.compile else model,
+        forward=_compiled(model, config) if config.compile else model,
         scaler=torch.amp.GradScaler(prepared.device.type, enabled=config.precision == "fp16"),
         communicator=communicator,
         node=context.rank_info.node_rank,
         clip_norm=config.clip_norm,
         servers=context.servers,
     )
+
+
+def _compiled(model: nn.Module, config: RunConfig) -> Any:
+    """Compile for each shape, not for shapes in general.
+
+    A captured step keeps the code that it was captured with, and an eager one must use the same.
+    Shares that adapt have too many shapes for that.
+    """
+    return torch.compile(model, dynamic=None if config.shares == ("auto",) else False)
