@@ -107,6 +107,7 @@ class BackwardPasses:
                 else:
                     known.remaining.append((position, future))
         queue_callback(partial(self._synchronized, task))
+        self._recorder.blocked.program.recorder_seconds += perf_counter() - known.computed
 
     def _synchronized_(self, task: int) -> None:
         now = perf_counter()
@@ -141,3 +142,4 @@ class BackwardPasses:
             self._copy_seconds = median(self._copies)
         if last:
             program.expose(known.computed, last)
+        program.recorder_seconds += perf_counter() - now

@@ -30,7 +30,7 @@ class Program(Protocol):
 class BlockedThread:
     def __init__(self, program: Program, guard: Guard) -> None:
         self.program = program
-        self._section: list[tuple[CollectiveLog, int]] | None = None
+        self.section: list[tuple[CollectiveLog, int]] | None = None
         """The collectives of a C++ function that waits for them, while it runs."""
         self._section_began = 0.0
         self._before_section = ""
@@ -56,31 +56,27 @@ class BlockedThread:
         """Return to the phase before; returns the time."""
         return perf_counter() if before is None else self.program.clock.enter(before)
 
-    @property
-    def has_section(self) -> bool:
-        return self._section is not None
-
     def add_to_section(self, log: CollectiveLog, position: int) -> None:
         """The program is blocked from the first collective of a section to the end of it."""
-        if self._section is not None and self.program.is_in_thread():
-            if not self._section:
+        if self.section is not None and self.program.is_in_thread():
+            if not self.section:
                 self._before_section = self.program.clock.phase
                 self._section_began = self.program.clock.enter("exchange")
-            self._section.append((log, position))
+            self.section.append((log, position))
 
     def make_section(self, original: Any) -> Any:
         """Make a function that blocks from its first collective to its end."""
 
         @self._guard
         def begin() -> bool:
-            if self._section is not None or not self.program.is_in_thread():
+            if self.section is not None or not self.program.is_in_thread():
                 return False
-            self._section = []
+            self.section = []
             return True
 
         @self._guard
         def end() -> None:
-            records, self._section = self._section, None
+            records, self.section = self.section, None
             if records:
                 now = self.program.clock.enter(self._before_section)
                 for log, position in records:

@@ -77,9 +77,9 @@ BLOCKING_FUNCTIONS: tuple[tuple[Any, str], ...] = (
 )
 """C++ functions that issue collectives and wait for them."""
 
-DISPATCH_SECONDS = 10e-6
-"""Estimate of what a kernel in Python costs before and after it runs
-(benchmarks/collective_recorder.py)."""
+DISPATCH_SECONDS = 25e-6
+"""Estimate of what a kernel in Python costs before and after it runs, with cold caches
+(docs/design-notes.md)."""
 
 _RUN_BACKWARD = inspect.unwrap(graph._engine_run_backward).__code__
 """The innermost function in Python while the engine runs."""
@@ -217,8 +217,9 @@ class CollectiveRecorder:
         def launched(result: Any, arrived: _Arrival, caller: FrameType | None) -> None:
             work = result if returns_work_only else result[1]
             position, _, _, is_nccl, task = arrived
-            if task != -1 and not is_nccl and _is_engine(caller):
-                # The program has no Work to wait for.
+            is_engine = caller is None or caller.f_code is _RUN_BACKWARD
+            if task != -1 and not is_nccl and is_engine:
+                # C++ code such as that of DDP issued it: the program has no Work to wait for.
                 self._backward_passes.add(task, position, work)
             else:
                 self._launched(operation, work, *arrived)
@@ -318,7 +319,7 @@ class CollectiveRecorder:
         position = self.log.add(
             known.index, operation.code, flags, sequence, size_bytes, counts, peer, arrival
         )
-        if self.blocked.has_section:
+        if self.blocked.section is not None:
             self.blocked.add_to_section(self.log, position)
         return position
 
@@ -351,7 +352,7 @@ class CollectiveRecorder:
             return
         pending = self.hold(own, position, tensor, is_nccl)
         self._poll()
-        is_in_pass = task != -1 and not self.blocked.has_section
+        is_in_pass = task != -1 and self.blocked.section is None
         if is_nccl:
             # A future of NCCL is completed when the work is launched.
             self._polled.append(pending)
@@ -519,11 +520,6 @@ class CollectiveRecorder:
             return result
 
         return create
-
-
-def _is_engine(caller: FrameType | None) -> bool:
-    """Whether C++ code such as that of DDP issued a collective, in a backward pass."""
-    return caller is None or caller.f_code is _RUN_BACKWARD
 
 
 def _times_nccl(group: Any) -> bool:
