@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,6 +81,14 @@ class Target:
     """Compute time of the slowest worker's machine, relative to the others."""
     racks: Racks | None = None
     """None: the links of all hosts meet in one switch."""
+
+    @classmethod
+    def of(cls, run: MeasuredRun) -> Self:
+        """What was measured."""
+        samples = run.samples * run.workers
+        return cls(
+            run.strategy, run.workers, samples, run.options, run.hosts, run.link, run.backend
+        )
 
     @property
     def host_count(self) -> int:
@@ -321,7 +329,7 @@ class Predictor:
             modeled = self._center.compute.at(run.samples)
         except MissingMeasurementError:
             return None
-        model = (modeled.input + modeled.forward) * self._core_factor(_target_of(run))
+        model = (modeled.input + modeled.forward) * self._core_factor(Target.of(run))
         measured = run.phases.get("input", 0.0) + run.phases.get("forward", 0.0)
         if model <= 0 or measured <= 0:
             return None
@@ -367,7 +375,7 @@ class Predictor:
 
     def _fit_correction(self, run: MeasuredRun) -> Correction:
         """By bisection: a step is longer with longer communication."""
-        target = _target_of(run)
+        target = Target.of(run)
         compute = self._compute_ratio(run) or 1.0
 
         def excess(factor: float) -> float:
@@ -411,18 +419,6 @@ class Predictor:
                 found.append(f"{target.workers} workers, measured {measured}")
             found += self._center.collectives.extrapolations(target.place)
         return found
-
-
-def _target_of(run: MeasuredRun) -> Target:
-    return Target(
-        run.strategy,
-        run.workers,
-        run.samples * run.workers,
-        run.options,
-        run.hosts,
-        run.link,
-        run.backend,
-    )
 
 
 def _form(strategy: str, options: Mapping[str, str]) -> tuple[str, dict[str, str]]:
