@@ -116,6 +116,7 @@ def test_a_loader_trains_the_weights_of_the_dataset_it_reads(
     one, two = (result_of(tmp_path / how) for how in ("dataset", "loader"))
     assert one["weights_sha256"] == two["weights_sha256"]
     assert one["samples"] == two["samples"]
+    assert one["workers"][0]["noise_scale"]["reason"] == "no step was measured"
     # Beside a run of `paceline train`, as a user would compare them.
     trained = paceline.train(
         data="user_code:data", model="user_code:Plain", iterations=3, batch_size=12,

@@ -130,6 +130,6 @@ def test_a_setting_without_effect_is_explained(
     )
     assert launcher.train(config).exit_code == 0
     assert (
-        "gradient noise scale not measured: one worker has no smaller batches to compare with:"
-        " use --accumulate 2 or more"
+        "gradient noise scale not measured: one worker without gradient accumulation has no smaller"
+        " batches to compare with"
     ) in " ".join(capsys.readouterr().out.split())

@@ -77,6 +77,8 @@ class GradientNoise:
         """
         self.is_measuring = self.every > 0 and (iteration + 1) % self.every == 0
         self.wants_own = self.is_measuring and not self.by_microbatch
+        # A loop may have skipped the end of the last step.
+        self._own, self._summed = [], []
         if self.is_measuring:
             self._iteration, self._global_samples = iteration, global_samples
             self._small_batch = samples

@@ -45,6 +45,8 @@ class Batches(ABC):
 
         0 for a worker that has none left: it repeats samples, with weight 0.
         """
+        self.global_samples: int | None = 0
+        """Number of samples in the current batch of all workers; None if unknown."""
         self._replica = replica
         self._current = 0
         """The current epoch, or the next one between two."""
@@ -112,6 +114,7 @@ class ShardedBatches(Batches):
         for index in range(len(self)):
             samples = self._order.batch(epoch, index)
             part, self.own_samples = rank_shard(len(samples), equal, communicator.rank)
+            self.global_samples = len(samples)
             self._replica.begin_batch(self.own_samples, len(samples))
             yield self._fetch(samples[part])
 
@@ -188,8 +191,10 @@ class OwnBatches(Batches):
         if unknown or not total:
             # Equal weights, where a worker cannot tell the number of its samples.
             self._replica.batch_fraction = has_batch / max(workers, 1)
+            self.global_samples = None
         else:
             self._replica.batch_fraction = (samples or 0) / total
+            self.global_samples = round(total)
 
 
 def open_batches(

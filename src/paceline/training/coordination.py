@@ -190,6 +190,31 @@ def _one_round(communicator: Communicator, scratch: Tensor) -> OffsetSample:
     return OffsetSample(middle, float(scratch[0]) - middle, (ended - began) / 2)
 
 
+NOISE_EVERY = 50
+"""Steps between measurements with --noise-every auto. A step of any model passes over its gradients
+about ten times, and a measurement twice: this keeps it below 1% of the time."""
+
+
+def noise_meter(config: RunConfig, strategy: Strategy) -> GradientNoise:
+    """Return what measures the gradients of a strategy, which has been set up."""
+    replica, every = strategy.replica, config.noise_every
+    is_alone = replica.communicator.world_size == 1
+    reason = strategy.noise_obstacle()
+    if every == "never":
+        reason = "--noise-every never"
+    elif reason is None and is_alone and config.accumulate == 1:
+        reason = "one worker without gradient accumulation has no smaller batches to compare with"
+    noise = GradientNoise(
+        scaler=replica.scaler,
+        reason=reason,
+        by_microbatch=is_alone,
+        is_recorded=replica.communicator.rank == 0,
+    )
+    if reason is None:
+        noise.every = every if isinstance(every, int) else NOISE_EVERY
+    return noise
+
+
 COMPUTE_PHASES = ("input", "forward", "backward")
 """The phases that depend on the speed of a rank."""
 

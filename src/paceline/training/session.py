@@ -20,13 +20,14 @@ from paceline.comm.communicator import Communicator
 from paceline.comm.rank_info import RankInfo
 from paceline.config import RunConfig
 from paceline.errors import RunError, UsageError
+from paceline.measure.gradient_noise import GradientNoise
 from paceline.measure.phase_clock import PhaseClock, clock_for
 from paceline.measure.tensorboard import TensorBoardWriter
 from paceline.records import EventWriter, RunFolder
 from paceline.strategies.replica import Replica, synchronize_buffers
 from paceline.strategies.strategy import StepMeter, Strategy
 from paceline.training.batches import Batches, Samples, open_batches, shard_warning
-from paceline.training.coordination import StepCoordinator
+from paceline.training.coordination import StepCoordinator, noise_meter
 from paceline.training.display import SilentDisplay
 from paceline.training.rank_report import RankReport, account_of, final_weights_sha256
 from paceline.training.run_logger import RunLogger
@@ -102,6 +103,7 @@ class Session:
         self._batches = open_batches(replica, data, batch_size, seed, self.device)
         self._replica = replica
         self._strategy.setup(replica)
+        replica.noise = noise_meter(self._config, self._strategy)
         self._meter = self._strategy.meter or StepMeter()
         self._coordinator = StepCoordinator(self._config, self._strategy, replica)
         self._coordinator.start()
@@ -143,15 +145,27 @@ class Session:
             raise UsageError("team.backward: call team.prepare first")
         self._loss = loss.detach()
         self._batches.weigh()
+        self._begin_measurement(self._replica.noise)
         self._clock.enter("backward")
         self._strategy.backward(loss * self._replica.batch_fraction)
         self._clock.enter("other")
+
+    def _begin_measurement(self, noise: GradientNoise) -> None:
+        own, whole = self._batches.own_samples, self._batches.global_samples
+        if whole is None:
+            noise.disable("the numbers of samples are not known")
+        noise.begin_step(self._iterations, own or 0, whole or 0)
 
     def step(self) -> None:
         """Synchronize and update the weights; replaces `step` and `zero_grad` of the optimizer."""
         if self._replica is None:
             raise UsageError("team.step: call team.prepare first")
+        noise = self._replica.noise
+        if noise.wants_own and not self._strategy.reports_own_gradients:
+            noise.add_own(self._replica.gradients())
         self._strategy.step()
+        if noise.is_measuring:
+            noise.end_step()
         batches = self._batches
         ended = self._clock.end_step("other")
         samples = batches.own_samples
@@ -253,6 +267,7 @@ class Session:
         self._batches.weigh()
         self._meter.settle()
         self._coordinator.settle()
+        self._log(lambda log: log.noise())
         self._steady.end()
         with self._clock.during("exchange"):
             self._strategy.synchronize()
@@ -291,6 +306,8 @@ class Session:
             measuring, train_loss = measuring + self._logger.seconds_spent, self._logger.train_loss
             self._log(lambda log: log.close())
         account = self.account()
+        if self.is_first:
+            account["noise_scale"] = self._replica.noise.summary()
         return RankReport(
             status=status,
             cause=cause,

@@ -36,7 +36,6 @@ from paceline.errors import (
     UserCodeError,
     error_line,
 )
-from paceline.measure.gradient_noise import GradientNoise
 from paceline.measure.kernel_time import kernel_timer_for
 from paceline.measure.memory import WorkerMemory
 from paceline.measure.noise_scale import read_noise_samples
@@ -53,7 +52,7 @@ from paceline.strategies.sync_batch_norm import convert_sync_batch_norm
 from paceline.training import run_state
 from paceline.training.batch_norm import use_fast_batch_norm
 from paceline.training.checkpoint import Checkpoint, CheckpointStore
-from paceline.training.coordination import StepCoordinator
+from paceline.training.coordination import StepCoordinator, noise_meter
 from paceline.training.cuda_graph import (
     CaptureReport,
     CudaGraphBackend,
@@ -80,9 +79,6 @@ from paceline.training.run_logger import RunLogger
 from paceline.training.run_state import Progress
 from paceline.training.step import TrainStep
 from paceline.training.step_times import describe_step, remembered
-
-NOISE_EVERY = 10
-"""Steps between measurements with --noise-every auto: they then take well below 1% of the time."""
 
 
 @dataclass(slots=True)
@@ -276,7 +272,10 @@ class Trainer:
         """Bring all ranks to the initial state or that of the checkpoint. Collective."""
         strategy = self.prepared.strategy
         strategy.setup(self.replica)
-        self.replica.noise = self._build_noise()
+        self.replica.noise = noise = noise_meter(self.config, strategy)
+        if isinstance(self.config.noise_every, int) and noise.reason is not None:
+            text = f"paceline: gradient noise scale not measured: {noise.reason}"
+            self.logger.display.say(text)
         if checkpoint:
             self.warnings += checkpoint.warnings
             if self.context.rank_info.rank == 0:
@@ -299,25 +298,6 @@ class Trainer:
         )
         for text in self.warnings:
             self.logger.warn(text)
-
-    def _build_noise(self) -> GradientNoise:
-        is_alone = self.replica.communicator.world_size == 1
-        every, reason = self.config.noise_every, self.prepared.strategy.noise_obstacle()
-        if every == "never":
-            reason = "--noise-every never"
-        elif reason is None and is_alone and self.config.accumulate == 1:
-            reason = "one worker has no smaller batches to compare with: use --accumulate 2 or more"
-        if isinstance(every, int) and reason is not None:
-            self.logger.display.say(f"paceline: gradient noise scale not measured: {reason}")
-        noise = GradientNoise(
-            scaler=self.replica.scaler,
-            reason=reason,
-            by_microbatch=is_alone,
-            is_recorded=self.context.rank_info.rank == 0,
-        )
-        if reason is None:
-            noise.every = every if isinstance(every, int) else NOISE_EVERY
-        return noise
 
     def train(self) -> None:
         tracer = self._build_tracer() if self.config.trace else None

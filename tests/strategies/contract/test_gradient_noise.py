@@ -133,4 +133,6 @@ def test_one_worker_without_accumulation_says_why_nothing_is_measured(
 ) -> None:
     (only,) = trained(pool, tmp_path, 1)
     reason = only.report.worker["noise_scale"]["reason"]
-    assert reason == "one worker has no smaller batches to compare with: use --accumulate 2 or more"
+    assert (
+        reason == "one worker without gradient accumulation has no smaller batches to compare with"
+    )
