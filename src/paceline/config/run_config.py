@@ -487,7 +487,7 @@ class RunConfig:
     noise_every: NoiseEvery = setting(
         "auto",
         "records",
-        "measure the gradient noise scale in every Nth step; auto is 10, except in a CUDA graph",
+        "measure the gradient noise scale in every Nth step; auto is 50, except in a CUDA graph",
         minimum=1,
         input_maximum=MOST_ITERATIONS,
         mutable_on_resume=True,
