@@ -146,6 +146,23 @@ def test_the_command_predicts_and_writes_the_contract(
     assert ring["step_seconds"]["median"] == pytest.approx(0.026 + rounds * 50 / 45, rel=0.03)
 
 
+def test_options_apply_to_the_strategies_that_have_them(root: Path, tmp_path: Path) -> None:
+    write(root, "two-ring-again", 2, 64, strategy="ring", options={"algorithm": "ring"})
+
+    def step_of_ring(*more: str) -> float:
+        out = tmp_path / "plan.json"
+        arguments = ["--workers", "4", "--strategy", "ring,ddp", "--json", str(out)]
+        assert main(["plan", str(root), *arguments, *more]) == 0
+        ring, _ = json.loads(out.read_text())["predictions"]
+        return float(ring["step_seconds"]["median"])
+
+    plain = step_of_ring()
+    # The correction by the runs stays, also if an option has its default.
+    assert step_of_ring("-o", "find_unused=true") == plain
+    assert step_of_ring("-o", "flat=true") == plain
+    assert step_of_ring("-o", "flat=false") > plain
+
+
 def test_large_clusters_have_racks_and_failures(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -185,6 +202,24 @@ def test_large_clusters_have_racks_and_failures(
             ["{root}", "--strategy", "ddp", "-o", "bucket_mib=big"],
             "-o bucket_mib: must be a number",
         ),
+        (["{root}", "-o", "flat=maybe"], "-o flat: must be true or false, got 'maybe'"),
+        (
+            ["{root}", "--strategy", "ddp,local_sgd", "-o", "evry=4"],
+            "-o evry: none of the strategies has this option: did you mean every?",
+        ),
+        *(
+            (["{root}", "--strategy", strategy, "-o", option], f"-o {option.split('=')[0]}: ")
+            for strategy, option in [
+                ("local_sgd", "every=abc"),
+                ("local_sgd", "every=0"),
+                ("parameter_server", "servers=0"),
+                ("parameter_server", "place=moon"),
+                ("ddp", "bucket_mib=nan"),
+                ("ddp,ring", "bucket_mib=-1"),
+                ("overlap", "algorithm=json:loads"),
+            ]
+        ),
+        (["{root}", "-o", "algorithm=foo"], "-o algorithm: no plan for 'foo': choose from root,"),
         (["{root}", "--batch-size", "-3"], "--batch-size: must be a number from 1 to"),
         (["{root}", "--slowdown", "0.5"], "--slowdown: must be a number from 1 to 1000"),
         (["{root}", "--racks", "0:4"], "--racks: must be a number from 1 to 10000"),

@@ -168,9 +168,12 @@ def run(arguments: argparse.Namespace) -> int:
 def _measure(arguments: argparse.Namespace, request: Request) -> str:
     """Measure the job in short runs, and return their folder."""
     from paceline.config import cluster_spec, from_mapping
+    from paceline.plan.strategy_options import check_options
 
     if arguments.model is None:
         raise UsageError("plan: give records, or --model NAME to measure it in short runs")
+    strategies = request.strategies or MEASURED_STRATEGIES
+    check_options(strategies, request.options)
     given = given_flags(arguments)
     job = {"model": arguments.model} | {key: given[key] for key in MEASURED_FIELDS if key in given}
     # Validate before importing torch, which takes two seconds.
@@ -189,7 +192,7 @@ def _measure(arguments: argparse.Namespace, request: Request) -> str:
         job,
         batch_size,
         max(request.workers),
-        request.strategies or MEASURED_STRATEGIES,
+        strategies,
         out,
     )
     return str(out)

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from paceline.errors import UsageError
 from paceline.plan.calibration import Contention, Gradient
 from paceline.plan.collective_cost import CollectiveTime, rounds_of
 
@@ -58,10 +57,7 @@ class Job:
 
     def option(self, name: str, default: float) -> float:
         text = self.options.get(name)
-        try:
-            return default if text in (None, "auto", "measured") else float(text or "")
-        except ValueError:
-            raise UsageError(f"-o {name}: must be a number, got {text}") from None
+        return default if text in (None, "auto", "measured", "none") else float(text)
 
 
 @dataclass(frozen=True, slots=True)

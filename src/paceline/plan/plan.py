@@ -15,6 +15,7 @@ from paceline.plan.links import Link
 from paceline.plan.prediction import Prediction, Predictor, Target
 from paceline.plan.run_calibration import calibrate
 from paceline.plan.step_simulation import STRATEGIES
+from paceline.plan.strategy_options import check_options, own_options, without_defaults
 from paceline.records import SCHEMA, write_json
 
 
@@ -76,6 +77,8 @@ def make_plan(paths: Sequence[str], request: Request, model: str | None = None) 
         if name not in STRATEGIES and name != "single":
             raise UsageError(f"--strategy: no plan for {name!r}: {suggest(name, STRATEGIES)}")
     calibration = calibrate(paths, model)
+    candidates = (request.strategies or EXACT_STRATEGIES) if request.is_advice_wanted else ()
+    check_options([*_strategies(calibration, request), *candidates], request.options)
     predictor = Predictor(calibration)
     found: list[Prediction] = []
     missing: dict[str, MissingMeasurementError] = {}
@@ -97,11 +100,10 @@ def make_plan(paths: Sequence[str], request: Request, model: str | None = None) 
     days = {} if failures is None else {n: simulate_days(n, failures) for n in request.workers}
     advice = None
     if request.is_advice_wanted:
-        names = request.strategies or EXACT_STRATEGIES
         targets = [
             _target(calibration, request, name, workers, links[0])
             for workers in request.workers
-            for name in (names if workers > 1 else ["single"])
+            for name in (candidates if workers > 1 else ["single"])
         ]
         advice = advise(calibration, targets, request.price_per_worker_hour)
     return Plan(calibration, found, list(missing), days, advice)
@@ -116,17 +118,17 @@ def _target(
     calibration: Calibration, request: Request, strategy: str, workers: int, link: Link | None
 ) -> Target:
     size = request.batch_size or _batch_size(calibration, request.scaling)
-    options = request.options if workers > 1 else {}
+    options = own_options(strategy, request.options) if workers > 1 else {}
     if not options and workers > 1:
         # The options of the runs, if they all have the same.
         used = [run.options for run in calibration.runs if run.strategy == strategy]
-        options = used[0] if used and all(each == used[0] for each in used) else {}
+        options = dict(used[0]) if used and all(each == used[0] for each in used) else {}
     hosts = min(request.hosts, workers) if request.hosts else None
     return Target(
         strategy,
         workers,
         size * workers if request.scaling == "weak" else size,
-        options,
+        without_defaults(strategy, options),
         hosts,
         None if hosts == 1 else link,
         _backend(calibration, strategy),

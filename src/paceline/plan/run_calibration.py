@@ -33,6 +33,7 @@ from paceline.plan.calibration import (
     SizePoint,
 )
 from paceline.plan.links import Link, link_of_cluster
+from paceline.plan.strategy_options import without_defaults
 from paceline.records import read_json
 
 OVERLAPPING = ("overlap", "ddp", "fsdp")
@@ -250,7 +251,9 @@ def measured_run(run: Run) -> MeasuredRun:
         deviation = float(np.std(blocks, ddof=1) / np.mean(blocks) / math.sqrt(len(blocks)))
     return MeasuredRun(
         strategy=str(settings.strategy),
-        options={key: str(value) for key, value in settings.options.items()},
+        options=without_defaults(
+            str(settings.strategy), {key: str(value) for key, value in settings.options.items()}
+        ),
         backend=_backend(str(settings.get("communicator")), settings.nnodes, _has_own_gpus(run)),
         workers=settings.workers,
         hosts=settings.nnodes,
