@@ -21,6 +21,7 @@ def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the error between runs, equal samples leave no uncertainty."""
     monkeypatch.setattr(prediction, "COMPUTE_ERROR", 0.0)
     monkeypatch.setattr(prediction, "COMMUNICATION_ERROR", 0.0)
+    monkeypatch.setattr(prediction, "RUN_DEVIATION", 0.0)
 
 
 def ring_seconds(workers: int, size_bytes: float) -> float:
@@ -202,3 +203,25 @@ def test_a_run_that_varies_makes_its_correction_uncertain() -> None:
         return found.step_seconds.high - found.step_seconds.low
 
     assert width(0.1) > 1.5 * width(0.0)
+
+
+def test_a_disturbed_run_does_not_condemn_its_strategy() -> None:
+    """One of four runs took twice as long; its correction is drawn towards that of the others."""
+    options: dict[str, dict[str, str]] = {
+        "ring": {}, "tree": {}, "allreduce": {"flat": "true"}, "halving_doubling": {},
+    }  # fmt: skip
+    runs = tuple(
+        MeasuredRun(
+            name, own, "gloo", 2, 2, LINK, 32,
+            step_seconds=0.042 + factor * ring_seconds(2, 4_404_000),
+            phases=dict(point(32, 0.042).phases),
+        )
+        for (name, own), factor in zip(options.items(), (2.0, 1.0, 1.0, 1.0), strict=True)
+    )  # fmt: skip
+    alone, among = (
+        Predictor(replace(calibration(), runs=each)).predict(Target("ring", 4, 64, link=LINK))
+        for each in (runs[:1], runs)
+    )
+    exact = 0.026 + ring_seconds(4, 4_404_000)
+    assert alone.step_seconds.median > exact + 0.8 * ring_seconds(4, 4_404_000)
+    assert among.step_seconds.median < exact + 0.5 * ring_seconds(4, 4_404_000)

@@ -39,6 +39,10 @@ LEAST_CORRECTION = 0.4
 """Beyond this, the run was disturbed or is not what the model describes."""
 LEAST_SPREAD = 0.1
 """Relative standard deviation of the correction of a strategy without runs."""
+FEWEST_RUNS = 4
+"""Fewer runs do not show how corrections differ between strategies."""
+RUN_DEVIATION = 0.05
+"""Relative standard deviation of the step time between runs of the same configuration."""
 SIZE_OPTIONS = ("bucket_mib", "first_bucket_mib", "every", "tau", "servers", "place")
 """Options that the model covers: runs that differ in them have the same correction."""
 MOST_WORKERS_FACTOR = 4
@@ -339,8 +343,9 @@ class Predictor:
         """Factor on communication that makes the model exact for runs on the same link.
 
         From runs of the same strategy with the most similar number of workers, with the same
-        options if there are any. Without runs of the strategy, from all others, whose spread is
-        the uncertainty: much of the factor is due to the machine.
+        options if there are any. Much of the factor is due to the machine, so it is drawn towards
+        the median over all strategies: the more, the less sure it is. Without runs of the strategy
+        it is the median, and the spread over the others is its uncertainty.
         """
         runs = [
             run
@@ -364,8 +369,15 @@ class Predictor:
         if not same:
             deviation = max(float(np.std(logs)), LEAST_SPREAD)
             return Correction(math.exp(float(np.median(logs))), deviation)
+        own = float(np.mean(logs))
         deviation = math.sqrt(math.fsum(each.deviation**2 for each in chosen)) / len(chosen)
-        return Correction(math.exp(float(np.mean(logs))), deviation)
+        if len(runs) < FEWEST_RUNS:
+            return Correction(math.exp(own), deviation)
+        everything = np.log([self._run_correction(run).factor for run in runs])
+        median = float(np.median(everything))
+        spread = max(1.48 * float(np.median(np.abs(everything - median))), LEAST_SPREAD / 2)
+        weight = spread**2 / (spread**2 + deviation**2)
+        return Correction(math.exp(median + weight * (own - median)), deviation * math.sqrt(weight))
 
     def _run_correction(self, run: MeasuredRun) -> Correction:
         key = self.calibration.runs.index(run)
@@ -390,7 +402,8 @@ class Predictor:
         step = self._simulate(self._center, target, compute, factor)
         communication = max(step.seconds - step.compute_seconds, 0.1 * step.seconds)
         # What varies of the step is attributed to its communication.
-        return Correction(factor, min(run.deviation * step.seconds / communication, 0.5))
+        deviation = math.hypot(run.deviation, RUN_DEVIATION) * step.seconds / communication
+        return Correction(factor, min(deviation, 0.5))
 
     def _memory_bytes(self, target: Target) -> float | None:
         activations = self.calibration.activation_bytes_per_sample
