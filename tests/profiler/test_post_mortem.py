@@ -27,9 +27,16 @@ from paceline.profiler.collective_log import (
     GroupInfo,
     RankCollectives,
 )
+from paceline.profiler.communication import RankCommunication
 from paceline.profiler.end_of_rank import add_last_interval, find_last_wait
-from paceline.profiler.post_mortem import find_mismatches, find_pending, last_progress
+from paceline.profiler.post_mortem import (
+    find_mismatches,
+    find_pending,
+    joined_records,
+    last_progress,
+)
 from paceline.profiler.process_facts import Frame, parse_stacks
+from paceline.profiler.waiting import separate_waits
 from paceline.profiler.watchdog import Watchdog, _End
 from paceline.records import PHASES, EventWriter, RunFolder
 from paceline.report.build import build_report
@@ -136,6 +143,19 @@ def test_a_backward_pass_that_fails_was_a_wait_for_the_missing_rank() -> None:
     assert worker["phases"]["backward"] == pytest.approx(0.5)
     assert worker["after_first"]["phases"]["backward"] == pytest.approx(0.5)
     assert worker["wall_seconds"] == pytest.approx(8.5)
+
+
+def test_a_collective_that_a_rank_never_called_is_not_communication() -> None:
+    done, failed = (0, "all_reduce", 40, 1.5), (0, "all_reduce", 80, 9.0)
+    logs = {0: log(0, [done, failed]), 1: log(1, [done])}
+    logs[0].records["flags"] = BACKWARD | ASYNC
+    own = RankCommunication(logs[0], separate_waits(logs))
+    worker = account(forward=1.0, backward=8.0)
+    moments = {"start": 0.0, "first": 0.5, "last": 9.0}
+    own.account(worker, moments, joined_records(logs, logs[0]))
+    assert worker["hidden_exchange_seconds"] == pytest.approx(0.5)
+    assert worker["after_first"]["hidden_exchange_seconds"] == pytest.approx(0.5)
+    assert worker["collectives"]["all_reduce"]["count"] == 1
 
 
 def test_stacks_are_read_by_thread_and_the_script_is_told_from_libraries() -> None:

@@ -18,6 +18,7 @@ from paceline.measure.resources import summarize
 from paceline.profiler import POST_MORTEM_FILE, WARNINGS_FILE
 from paceline.profiler.communication import Communication, read_communication
 from paceline.profiler.end_of_rank import add_last_interval, find_last_wait
+from paceline.profiler.post_mortem import joined_records
 from paceline.profiler.trace import write_traces
 from paceline.records import (
     BETWEEN_ITERATIONS,
@@ -217,7 +218,10 @@ def make_workers(
         worker, moments = rank.account(), rank.moments
         own = communication.ranks.get(rank.rank)
         if own is not None:
-            own.account(worker, moments)
+            records = own.log.records
+            if not rank.has_finished:
+                records = joined_records(communication.logs, own.log)
+            own.account(worker, moments, records)
         if not rank.has_finished:
             # Of a rank on another machine, the end is not known.
             ended = ends.get(rank.start["process"], 0.0) - rank.start["perf_counter_offset"]

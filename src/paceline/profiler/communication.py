@@ -42,20 +42,22 @@ class RankCommunication:
     log: RankCollectives
     waits: Waits
 
-    def account(self, worker: dict[str, Any], moments: Mapping[str, float]) -> None:
+    def account(
+        self, worker: dict[str, Any], moments: Mapping[str, float], records: Records
+    ) -> None:
         """Add it to the entry of the rank in `workers` of result.json.
 
         `moments` are the start, and the ends of the first step and of the last one, in the rank's
-        clock.
+        clock. `records` are those of its log that count as communication.
         """
-        rank, records = self.log.rank, self.log.records
+        rank, counted = self.log.rank, records
         start, first, last = moments["start"], moments["first"], moments["last"]
         records = records[(records["arrival"] >= start) & (records["arrival"] <= last)]
         waited = self.waits.waited[rank]
         for account, began in ((worker, start), (worker["after_first"], first)):
             exposed_seconds = account["phases"]["exchange"]
             _move_waits(account["phases"], waited, began, last)
-            account["hidden_exchange_seconds"] = self._overlapped(began, last, exposed_seconds)
+            account["hidden_exchange_seconds"] = _overlapped(counted, began, last, exposed_seconds)
         worker["traffic"] = traffic(records)
         worker["collectives"] = collectives(records, worker["phases"])
         worker["last_arrivals"] = self.waits.last_arrivals[rank]
@@ -66,20 +68,21 @@ class RankCommunication:
                 for model in self.log.ddp
             ]
 
-    def _overlapped(self, began: float, ended: float, exposed_seconds: float) -> float:
-        """`exposed_seconds`: what the clock measured in phase exchange."""
-        is_on_gpu = (self.log.records["flags"] & ON_GPU) != 0
-        on_host, on_gpu = self.log.records[~is_on_gpu], self.log.records[is_on_gpu]
-        busy, blocked = in_progress(on_host), exposed(on_host)
-        either = union(
-            np.concatenate([busy.began, blocked.began]), np.concatenate([busy.ended, blocked.ended])
-        )
-        blocked_seconds = blocked.within(began, ended)
-        # What is in either but not blocked.
-        overlapped = max(0.0, either.within(began, ended) - blocked_seconds)
-        in_window = (on_gpu["arrival"] >= began) & (on_gpu["arrival"] <= ended)
-        gpu_seconds = durations(on_gpu[in_window])
-        return overlapped + max(0.0, gpu_seconds - max(0.0, exposed_seconds - blocked_seconds))
+
+def _overlapped(records: Records, began: float, ended: float, exposed_seconds: float) -> float:
+    """`exposed_seconds`: what the clock measured in phase exchange."""
+    is_on_gpu = (records["flags"] & ON_GPU) != 0
+    on_host, on_gpu = records[~is_on_gpu], records[is_on_gpu]
+    busy, blocked = in_progress(on_host), exposed(on_host)
+    either = union(
+        np.concatenate([busy.began, blocked.began]), np.concatenate([busy.ended, blocked.ended])
+    )
+    blocked_seconds = blocked.within(began, ended)
+    # What is in either but not blocked.
+    overlapped = max(0.0, either.within(began, ended) - blocked_seconds)
+    in_window = (on_gpu["arrival"] >= began) & (on_gpu["arrival"] <= ended)
+    gpu_seconds = durations(on_gpu[in_window])
+    return overlapped + max(0.0, gpu_seconds - max(0.0, exposed_seconds - blocked_seconds))
 
 
 def _move_waits(phases: dict[str, float], waited: Intervals, began: float, ended: float) -> None:

@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.profiler.collective_log import OPERATIONS, GroupInfo, RankCollectives
+import numpy as np
+
+from paceline.profiler.collective_log import OPERATIONS, GroupInfo, RankCollectives, Records
 from paceline.profiler.process_facts import Stack, to_record
 from paceline.profiler.waiting import MESSAGES, Mismatch, separate_waits
 
@@ -132,6 +134,21 @@ def missing_ranks(
         # Whether the other rank has called its part does not follow from sequence numbers alone.
         return (group.ranks[peer],) if 0 <= peer < len(group.ranks) else ()
     return tuple(rank for rank in group.ranks if _called(logs.get(rank), group) <= sequence)
+
+
+def joined_records(logs: Mapping[int, RankCollectives], log: RankCollectives) -> Records:
+    """The records of `log` without collectives that another rank never called.
+
+    Nothing is transferred in those. What a rank without a log called is unknown.
+    """
+    is_message = np.isin(log.records["operation"], [OPERATIONS.index(name) for name in MESSAGES])
+    is_joined = np.ones(len(log.records), bool)
+    for index, group in enumerate(log.groups):
+        called = min(_called(logs[rank], group) for rank in group.ranks if rank in logs)
+        is_own = (log.records["group"] == index) & ~is_message
+        is_joined[is_own] = log.records["sequence"][is_own] < called
+    joined: Records = log.records[is_joined]
+    return joined
 
 
 def _called(log: RankCollectives | None, group: GroupInfo) -> int:
