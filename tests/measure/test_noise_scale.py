@@ -111,6 +111,31 @@ def test_interval_has_no_upper_end_if_the_gradient_may_be_all_noise() -> None:
     assert found.low > 0
 
 
+def test_intervals_contain_the_estimate() -> None:
+    generator = np.random.default_rng(1)
+    unbounded = 0
+    for _ in range(2000):
+        # Noisy enough that numerator and denominator may both be zero.
+        pairs = generator.normal(1, 6, (20, 2)) @ generator.normal(0, 1, (2, 2))
+        found = estimate([_sample(step, *pair) for step, pair in enumerate(pairs.tolist())])
+        assert found is not None
+        assert found.low is not None
+        if found.value:
+            assert found.low <= found.value <= (math.inf if found.high is None else found.high)
+            unbounded += found.high is None
+    assert unbounded > 200
+
+
+def test_norms_are_unscaled_if_only_squares_are_added() -> None:
+    noise = GradientNoise(every=1, scaler=torch.amp.GradScaler("cpu", init_scale=4.0))
+    noise.begin_step(0, 1, 2)
+    noise.add_own_square(torch.tensor(32.0))
+    noise.add_summed([torch.tensor([4.0])])
+    noise.end_step()
+    # Of the gradient of the mean loss over the samples of this rank, of which there is one of two.
+    assert noise.take().tolist() == [32 / 4**2 * 2**2, 1, 1]
+
+
 def test_few_measurements_have_no_interval() -> None:
     found = estimate([_sample(0, 60.0, 1.0), _sample(1, 60.0, 1.0)])
     assert found is not None

@@ -86,13 +86,13 @@ class GradientNoise:
 
     def add_own(self, gradients: Sequence[Tensor]) -> None:
         """Measure gradients of this rank, before they are encoded or exchanged."""
-        if not self._own and self.scaler is not None and self.scaler.is_enabled():
-            # Without waiting for a GPU, unlike `get_scale`.
-            self._loss_scale = self.scaler.scale(gradients[0].new_ones(()))
-        self._own.append(sum_of_squares(gradients))
+        self.add_own_square(sum_of_squares(gradients))
 
     def add_own_square(self, square: Tensor) -> None:
-        """Add the squared norm of a further part of this rank's gradient."""
+        """Add the squared norm of a part of this rank's gradient."""
+        if not self._own and self.scaler is not None and self.scaler.is_enabled():
+            # Without waiting for a GPU, unlike `get_scale`.
+            self._loss_scale = self.scaler.scale(square.new_ones(()))
         self._own.append(square)
 
     def add_summed(self, gradients: Sequence[Tensor]) -> None:

@@ -40,11 +40,11 @@ class NoiseSample:
 
     iteration: int
     small_batch: float
-    """Samples in each of the small batches; their harmonic mean if they differ."""
+    """Samples in each of the small batches; their mean if they differ."""
     batch: float
     """Samples in the global batch."""
     small_square: float
-    """Mean of the squared norms over the small batches."""
+    """Mean of the squared norms over the small batches, weighted by their samples."""
     square: float
     """Squared norm of the gradient of the global batch."""
 
@@ -166,7 +166,8 @@ def _fieller(
     roots = sorted((b + sign * math.sqrt(discriminant)) / a for sign in (-1, 1))
     if a > 0:
         return max(roots[0], 0.0), max(roots[1], 0.0)
-    return max(roots[1], 0.0), None
+    # All ratios but those between the roots: if the first is positive, some below it, too.
+    return 0.0 if roots[0] > 0 else max(roots[1], 0.0), None
 
 
 def _t_quantile(degrees: float) -> float:

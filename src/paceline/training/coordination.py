@@ -204,6 +204,8 @@ def noise_meter(config: RunConfig, strategy: Strategy) -> GradientNoise:
         reason = "--noise-every never"
     elif reason is None and is_alone and config.accumulate == 1:
         reason = "one worker without gradient accumulation has no smaller batches to compare with"
+    elif reason is None and config.sync_bn:
+        reason = "with --sync-bn, the gradient of a worker depends on the samples of the others"
     noise = GradientNoise(
         scaler=replica.scaler,
         reason=reason,

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from paceline.comm.buffers import memcpy
 from paceline.comm.connection import Connection, Message, NonBlockingConnection, bytes_of
 from paceline.errors import PeerError
-from paceline.measure.gradient_noise import sum_of_squares
 from paceline.strategies.optimizer_step import FusedSgdStep
 from paceline.strategies.parameter_server.assignments import AssignmentQueue
 from paceline.strategies.parameter_server.memory import WorkerMemory
@@ -272,12 +271,9 @@ class Server:
         if self._have_all_arrived(Request.STEP, worker):
             rate, clip_norm, is_measured = numbers[:3]
             total = self._total_gradient()
-            squares = 0.0
+            squares = _sum_of_squares(total) if clip_norm or is_measured else 0.0
             if clip_norm:
-                squares = _sum_of_squares(total)
                 total.mul_(clip_factor(squares, clip_norm))
-            elif is_measured:
-                squares = float(sum_of_squares([total]))
             self._loaded_shard.apply(total, rate)
             for each in self._workers:
                 self._reply_weights(each, squares, is_stable=True)
