@@ -121,7 +121,7 @@ class Measurer:
 
     def _comm(self, file: Path, link: str) -> dict[str, Any]:
         machines = {"cluster": _cluster(link, 2), "threads": 1}
-        self._runs.comm(file, machines, **{**COMM, "sizes": COMM_SIZES, "seconds": "0.2"})
+        self._runs.comm(file, machines, **{**COMM, "sizes": COMM_SIZES, "seconds": "0.4"})
         return {"record": json.loads(file.read_text())}
 
     def _calibration(self, folder: Path, link: str, model: str) -> dict[str, Any]:

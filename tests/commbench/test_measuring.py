@@ -42,6 +42,22 @@ def test_every_operation_is_measured_alike_on_every_worker() -> None:
     assert others == [first, first]
 
 
+def test_operations_with_a_pause_are_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(runner, "sleep", pauses.append)
+    monkeypatch.setattr(runner, "BATCH_SECONDS", 1000.0)
+
+    def batches(pause: float) -> list[int]:
+        spec = quick_spec(algorithms="ring", pause=pause)
+        timings = in_process.run(3, lambda team: timed_by(team, spec, size=1200))[0]
+        return [each.batch for each in timings]
+
+    assert batches(0.0) == [runner.MAX_BATCH]
+    pauses.clear()
+    assert batches(0.25) == [1]
+    assert pauses == [0.25] * 6  # two repeats of three workers
+
+
 @pytest.mark.parametrize("size", [4, 1000])
 def test_tensors_that_do_not_divide_evenly_are_cut_to_equal_chunks(size: int) -> None:
     assert operations.elements_of("all_gather", size, 3) == max(3, size // 4 // 3 * 3)

@@ -51,6 +51,7 @@ def test_all_problems_are_reported_at_once() -> None:
             repeats=0,
             seconds=0,
             link="fast",
+            pause=-1,
         )
     flags = [problem.partition(":")[0] for problem in raised.value.problems]
     assert flags == [
@@ -60,6 +61,7 @@ def test_all_problems_are_reported_at_once() -> None:
         "--link",
         "--repeats",
         "--seconds",
+        "--pause",
         "--operations",
         "--algorithms",
         "--communicators",

@@ -61,6 +61,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default="2",
         help="skip larger sizes once an operation takes longer (default: 2)",
     )
+    effort.add_argument(
+        "--pause",
+        metavar="X",
+        default="0",
+        help="seconds before each operation, which is then timed alone, as after the computation of"
+        " a step; emulated nodes with a CPU quota need it (default: 0)",
+    )
     output = parser.add_argument_group("Output")
     output.add_argument("--json", metavar="FILE", help="write the record with all samples")
     output.add_argument("--figure", metavar="FILE", help="draw the results as an .svg file")
@@ -95,6 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
         seconds=number("--seconds", float, arguments.seconds) or 0.0,
         most_seconds=number("--most-seconds", float, arguments.most_seconds) or 0.0,
         link=arguments.link,
+        pause=number("--pause", float, arguments.pause) or 0.0,
     )
     _check_files(arguments)
     from paceline.commbench.launch import measure

@@ -14,7 +14,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 
 import torch
 from torch import Tensor
@@ -181,6 +181,7 @@ def time_size(
         for index in order:
             operation, timing = pending[index]
             if number < timing.repeats:
+                sleep(spec.pause_seconds)
                 own[index].append(_time_batch(operation, control, timing.batch))
     flat = _slowest(control, [sample for series in own for sample in series])
     for _, timing in pending:
@@ -193,9 +194,9 @@ def _plan_timing(
 ) -> CaseTiming:
     """Batch size and repeats for an operation that took `seconds`."""
     batch = 1
-    if operation.can_batch:
+    if operation.can_batch and not spec.pause_seconds:
         batch = min(max(1, round(BATCH_SECONDS / max(seconds, 1e-9))), MAX_BATCH)
-    affordable = int(spec.seconds / max(seconds * batch, 1e-9))
+    affordable = int(spec.seconds / max(seconds * batch + spec.pause_seconds, 1e-9))
     repeats = spec.repeats or min(max(MIN_REPEATS, affordable), MAX_REPEATS)
     return CaseTiming(case, operation.tensor.numel() * ELEMENT_BYTES, batch, repeats)
 

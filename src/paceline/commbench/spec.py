@@ -120,6 +120,8 @@ class BenchmarkSpec:
     """Larger sizes of a case are skipped once one operation takes longer than this."""
     link_bits_per_second: float | None
     """Nominal bandwidth of a machine's link in each direction; None: unknown."""
+    pause_seconds: float = 0.0
+    """Before each operation, which is then timed alone; 0: without pauses, in batches."""
 
     def cases(self) -> list[Case]:
         return [
@@ -172,6 +174,7 @@ def make_spec(
     seconds: float = 0.3,
     most_seconds: float = 2.0,
     link: str | None = None,
+    pause: float = 0.0,
 ) -> BenchmarkSpec:
     """Parse command-line values; ConfigError reports all problems at once."""
     problems: list[str] = []
@@ -193,6 +196,8 @@ def make_spec(
     for flag, value in (("--seconds", seconds), ("--most-seconds", most_seconds)):
         if not 0 < value <= 3600:
             problems.append(f"{flag}: must be above 0 and at most 3600, got {value:g}")
+    if not 0 <= pause <= 60:
+        problems.append(f"--pause: must be from 0 to 60, got {pause:g}")
     names = [entry.name for entry in ALGORITHMS]
     selected = {
         "operations": _select("--operations", operations, OPERATIONS, problems),
@@ -215,6 +220,7 @@ def make_spec(
         seconds=seconds,
         most_seconds=most_seconds,
         link_bits_per_second=link_rate,
+        pause_seconds=pause,
         **selected,
     )
 
