@@ -9,7 +9,7 @@ import pytest
 
 from paceline.errors import MissingMeasurementError
 from paceline.plan import prediction
-from paceline.plan.calibration import MeasuredRun
+from paceline.plan.calibration import Contention, MeasuredRun
 from paceline.plan.compute_times import ComputeTimes
 from paceline.plan.prediction import Predictor, Target
 from paceline.plan.stragglers import expected_maximum
@@ -123,6 +123,36 @@ def test_slower_compute_in_distributed_runs_applies_to_predictions() -> None:
     found = Predictor(replace(calibration(), runs=(run,)), samples=3)
     step = found.predict(Target("ring", 4, 64, link=LINK)).step_seconds.median
     assert step == pytest.approx(1.2 * 0.026 + ring_seconds(4, 4_404_000), rel=1e-3)
+
+
+@pytest.mark.usefixtures("_exact")
+def test_runs_on_one_host_reproduce_themselves() -> None:
+    """Workers that share cores are slower: in the run, and so not once more in its prediction."""
+    phases = {name: 2 * spent for name, spent in point(32, 0.042).phases.items()}
+    step = 2 * 0.042 + ring_seconds(2, 4_404_000)
+    run = MeasuredRun("ring", {}, "gloo", 2, 1, None, 32, step, phases)
+    shared = replace(
+        calibration(collectives=[timing("all_reduce", "ring", 1e-3, 100e6, link=None)]),
+        contention=Contention(cores_per_worker=2.0),
+        runs=(run,),
+    )
+    found = Predictor(shared, samples=3).predict(Target("ring", 2, 64))
+    assert found.step_seconds.median == pytest.approx(step, rel=1e-3)
+
+
+@pytest.mark.usefixtures("_exact")
+def test_collectives_of_other_backends_do_not_count() -> None:
+    gloo = timing("all_reduce", "library", 1e-3, 100e6)
+    nccl = timing("all_reduce", "library", 1e-5, 10e9, backend="nccl")
+    steps = [
+        Predictor(calibration(collectives=order), samples=3)
+        .predict(Target("ddp", 4, 64, link=LINK, backend=backend))
+        .step_seconds.median
+        for backend in ("gloo", "nccl")
+        for order in ([gloo, nccl], [nccl, gloo])
+    ]
+    assert steps[0] == steps[1] > 2 * steps[2]
+    assert steps[2] == steps[3]
 
 
 @pytest.mark.usefixtures("_exact")
