@@ -110,6 +110,40 @@ def test_a_rank_that_waits_for_a_core_is_not_blamed(tmp_path: Path) -> None:
     assert one.rank == 1
 
 
+@pytest.mark.parametrize(("queue_seconds", "count"), [(0.002, 1), (0.006, 0)])
+def test_a_straggler_loses_more_time_than_ranks_lack_a_core(
+    tmp_path: Path, queue_seconds: float, count: int
+) -> None:
+    slow = {**BALANCED, "forward": 0.007}
+    growth = [{"main_queue_seconds": queue_seconds}] * 2
+    named = faults(tmp_path, FakeScript([WAITS, slow], growth=growth))
+    assert [type(one) for one in named] == [SlowRank] * count
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("queue_seconds", "count"), [(0.003, 1), (0.007, 0)])
+def test_slow_input_takes_more_time_than_ranks_lack_a_core(
+    tmp_path: Path, queue_seconds: float, count: int, workers: int
+) -> None:
+    loader = {**line(15, "loader = DataLoader(data)"), "workers": workers, "batches": 200,
+              "seconds": 1.0}  # fmt: skip
+    phases = [{**BALANCED, "input": 0.005}] * 2
+    growth = [{"main_queue_seconds": queue_seconds}] * 2
+    script = FakeScript(phases, facts=[{"loaders": [loader]}] * 2, growth=growth)
+    assert len(faults(tmp_path, script)) == count
+
+
+@pytest.mark.parametrize(("cores", "advises_workers"), [(2, False), (8, True)])
+def test_more_loader_workers_need_spare_cores(
+    tmp_path: Path, cores: int, advises_workers: bool
+) -> None:
+    loader = {**line(15, "loader = DataLoader(data)"), "workers": 2, "batches": 200, "seconds": 1.0}
+    phases = [{**BALANCED, "input": 0.005}] * 2
+    facts = {"loaders": [loader], "cores": cores}
+    one = only_fault(tmp_path, FakeScript(phases, facts=[facts] * 2))
+    assert ("Use more than num_workers=2" in script_wording.remedy(one)) == advises_workers
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_slow_input_of_all_ranks(tmp_path: Path, workers: int) -> None:
     loader = {**line(15, "loader = DataLoader(data)"), "workers": workers, "batch_size": 32,

@@ -76,6 +76,8 @@ class SlowInput:
     line: Line | None
     seconds: float
     workers: int
+    spare_cores: int
+    """Cores that no rank and no worker of a DataLoader uses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,20 +252,24 @@ def _about_input(profile: ScriptProfile) -> Iterator[ScriptFinding]:
     shares = np.median(windows.seconds["input"] / windows.step_seconds, axis=1)
     share = float(shares.min())
     loaders = sorted(profile.ranks[0].loaders, key=lambda one: -one.seconds)
-    if share < COSTLY_INPUT or not loaders:
+    # Making batches, too, takes longer without a core.
+    least = max(COSTLY_INPUT, *(one.core_wait or 0.0 for one in profile.ranks))
+    if share < least or not loaders:
         return
     seconds = share * float(np.median(windows.step_seconds))
     first = loaders[0]
     if first.workers:
-        yield SlowInput(share, first.line, seconds, first.workers)
+        spare_cores = _spare_cores(profile, first.workers)
+        yield SlowInput(share, first.line, seconds, first.workers, spare_cores)
     else:
         yield NoLoaderWorkers(share, first.line, seconds, _spare_cores(profile))
 
 
-def _spare_cores(profile: ScriptProfile) -> int:
+def _spare_cores(profile: ScriptProfile, loader_workers: int = 0) -> int:
     """Of the host of the first rank."""
     first = profile.ranks[0]
-    used = sum(one.threads or 1 for one in profile.ranks if one.host == first.host)
+    ranks = [one for one in profile.ranks if one.host == first.host]
+    used = sum((one.threads or 1) + loader_workers for one in ranks)
     return max(0, (first.cores or 0) - used)
 
 

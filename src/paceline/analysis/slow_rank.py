@@ -38,6 +38,8 @@ class SlowRank:
     """The step since when it is slow; None from the beginning."""
     line: Line | None = None
     """The DataLoader, if the phase is input."""
+    has_neighbors: bool = False
+    """Whether other ranks, which are not slow, run on the same machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +72,15 @@ def find_slow_rank(profile: ScriptProfile) -> SlowRank | WaitsForCore | None:
             slow.others_seconds,
             since=round(windows.steps[slow.begin]) if slow.begin else None,
             line=loaders[0].line if slow.phase == "input" and loaders else None,
+            has_neighbors=sum(one.host == rank.host for one in profile.ranks) > 1,
         )
     late = _slowest(windows, np.zeros_like(queue))
     if late is None:
         return None
     rank, waited = profile.ranks[late.row], (queue[late.row] - _of_others(queue, late.row))
     seconds = float(np.median(waited[late.begin :]))
+    if seconds < MOSTLY * late.excess:
+        return None
     return WaitsForCore(late.excess / late.step_seconds, rank.rank, rank.host, seconds)
 
 
@@ -128,6 +133,9 @@ def _slowness(windows: RankWindows, queue: Floats, row: int) -> _Slowness | None
     if begin is None or len(steps) - begin < WINDOWS_MIN:
         return None
     usual = float(np.median(excess[begin:]))
+    # What is less than the time without a core may be its effect: caches are cold after it.
+    if usual < float(np.median(queue[row][begin:])):
+        return None
     # In synchronous training, what it takes longer is what the others wait longer.
     communication = windows.communication
     waited = _of_others(communication, row) - communication[row]

@@ -13,7 +13,7 @@ from paceline.report.bottleneck_wording import shares_text
 
 SUBJECTS: dict[type, str] = {
     SlowRank: "Straggler",
-    WaitsForCore: "Straggler without a core",
+    WaitsForCore: "CPU-starved rank",
     found.NoLoaderWorkers: "DataLoader without workers",
     found.SlowInput: "Slow input",
     found.BlockingCall: "Blocking call",
@@ -43,10 +43,10 @@ def sentence(one: ScriptFinding) -> str:
             ratio = f"{one.seconds / one.others_seconds:.2f}" if one.others_seconds else "many"
             since = "from the beginning" if one.since is None else f"since step {one.since:,}"
             return (
-                f"rank {one.rank}{_on(one.host)} takes {formatting.seconds(one.seconds)} per step"
-                f" without communication, {ratio} times as long as the others"
-                f" ({formatting.seconds(one.others_seconds)}), mostly in {one.phase}, {since};"
-                f" the others wait {share} of each step for it."
+                f"rank {one.rank}{_on(one.host)} takes {formatting.seconds(one.seconds)} per step,"
+                f" without communication and time without a core, {ratio} times as long as the"
+                f" others ({formatting.seconds(one.others_seconds)}), mostly in {one.phase},"
+                f" {since}; the others wait {share} of each step for it."
             )
         case WaitsForCore():
             return (
@@ -126,10 +126,11 @@ def _blocking(one: found.BlockingCall, share: str) -> str:
 def contention(core_waits: Sequence[float | None]) -> str:
     """What contention does to the figures of scripts, and what findings make of it."""
     known = [share for share in core_waits if share is not None]
-    most = f", up to {formatting.share(max(known))}" if known else ""
+    most = f" (up to {formatting.share(max(known))} of the training time)" if known else ""
     return (
-        f"Step times and phases include the time in which a rank had no core{most}. Findings tell"
-        " this time from slow code, and name no bottleneck and no imbalance."
+        f"Step times and phases include the time in which a rank was ready to run but had no core"
+        f"{most}. No bottleneck is named, and no imbalance, straggler or slow input that costs less"
+        " than this time."
     )
 
 
@@ -146,6 +147,11 @@ def account(one: ScriptFinding) -> str:
 def remedy(one: ScriptFinding) -> str:
     """What to change; empty where nothing follows from the finding."""
     match one:
+        case SlowRank(phase="input", has_neighbors=True):
+            return (
+                f"Compare the data of rank {one.rank} with that of the others: its batches take"
+                f" longer{_in(one.line)}."
+            )
         case SlowRank(phase="input"):
             return (
                 f"Compare the storage and the data of rank {one.rank} with those of the others:"
@@ -154,6 +160,11 @@ def remedy(one: ScriptFinding) -> str:
         case SlowRank(phase="other"):
             return (
                 f"Look for code that only rank {one.rank} runs between its steps, such as logging."
+            )
+        case SlowRank(has_neighbors=True):
+            return (
+                f"Other ranks on the same machine are faster: compare what rank {one.rank} computes"
+                " with them (batch sizes, code that depends on the rank, its cores or GPU)."
             )
         case SlowRank():
             return (
@@ -171,6 +182,11 @@ def remedy(one: ScriptFinding) -> str:
             return (
                 "Set num_workers of the DataLoader, so that batches are made while the model"
                 f" computes{_in(one.line)}.{cores}"
+            )
+        case found.SlowInput(spare_cores=0):
+            return (
+                f"Make batches cheaper to load{_in(one.line)}. All cores are in use: more workers"
+                " help only if they wait for storage."
             )
         case found.SlowInput():
             return (
