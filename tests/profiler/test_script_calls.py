@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from paceline.profiler.backward_passes import BackwardPasses
 from paceline.profiler.overhead import HookCosts, measure_hook_costs
 from tests.support.profiled import Profiled, loader, loss_of, model, profiled, train_step
 
@@ -166,6 +168,30 @@ class OptionalLayer(nn.Module):
     def forward(self, inputs: torch.Tensor, uses_both: bool) -> torch.Tensor:
         outputs: torch.Tensor = self.first(inputs)
         return self.second(outputs) if uses_both else outputs
+
+
+def test_issuing_the_last_bucket_is_communication(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    issue_seconds, add = 0.02, BackwardPasses.add
+
+    def slow(*args: Any) -> Any:
+        time.sleep(issue_seconds)
+        return add(*args)
+
+    monkeypatch.setattr(BackwardPasses, "add", slow)
+    store = f"file://{tmp_path / 'store'}"
+    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        with profiled(tmp_path) as measured:
+            net = DistributedDataParallel(model())
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            for batch in loader(4):
+                train_step(net, optimizer, *batch)
+    finally:
+        dist.destroy_process_group()
+    seconds = measured.session.tracker.clock.seconds
+    assert seconds["exchange"] >= 4 * issue_seconds
 
 
 @pytest.mark.parametrize("unused_step", [None, 17])

@@ -31,7 +31,15 @@ COPIES_KEPT = 9
 class _Pass:
     """A backward pass that issued collectives."""
 
-    __slots__ = ("collectives", "computed", "is_exact", "is_on_gpu", "phase", "remaining")
+    __slots__ = (
+        "collectives",
+        "computed",
+        "is_exact",
+        "is_on_gpu",
+        "issued",
+        "phase",
+        "remaining",
+    )
 
     def __init__(self, *, is_exact: bool) -> None:
         self.collectives: list[tuple[int, Any, int]] = []
@@ -43,12 +51,12 @@ class _Pass:
         self.is_on_gpu = False
         self.phase = ""
         """On a GPU: the phase after it."""
-        self.computed = 0.0
-        """When all gradients were computed."""
+        self.issued = self.computed = 0.0
+        """When the last collective was issued, and all gradients were computed."""
 
 
 class BackwardPasses:
-    """Blocked time is from the last computed gradient to the end of the last bucket.
+    """Blocked time is from the call that issues the last bucket to the end of that bucket.
 
     The autograd engine runs callbacks in the order in which they are queued, after all gradients
     are computed. DDP queues its own with its last bucket. The first bucket of a pass queues
@@ -76,6 +84,7 @@ class BackwardPasses:
         known.collectives.append((position, work, key))
         if known.is_exact:
             self._recorder.note_end(unbox(work), position)
+        known.issued = perf_counter()
 
     def add_on_gpu(self, task: int) -> None:
         """A collective was issued on a GPU."""
@@ -119,6 +128,10 @@ class BackwardPasses:
         if known.is_on_gpu:
             program.clock.enter(known.phase)
             return
+        # The gradients of the last collective were the last ones, so its call is not computation:
+        # threads of the process group may take the core meanwhile.
+        last_position = known.collectives[-1][0]
+        began = known.computed - (known.issued - log.arrival(last_position))
         copied = max(known.computed, now - self._copy_seconds)
         noted = last = 0.0
         for position, future in known.remaining:
@@ -132,7 +145,7 @@ class BackwardPasses:
                     log.set_flag(position, POLLED)
             # The program waited for the others itself, or did not wait.
             if ended > known.computed and not log.has_flag(position, EXPOSED):
-                log.block(position, known.computed, ended)
+                log.block(position, began, ended)
                 last = max(last, ended)
         for position, _, key in known.collectives:
             if key and log.ended(position):
@@ -140,6 +153,9 @@ class BackwardPasses:
         if known.is_exact and last == noted > 0:
             self._copies.append(now - last)
             self._copy_seconds = median(self._copies)
+        if not last and not log.has_flag(last_position, EXPOSED):
+            log.block(last_position, began, known.computed)
+            last = known.computed
         if last:
-            program.expose(known.computed, last)
+            program.expose(began, last)
         program.recorder_seconds += perf_counter() - now
