@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import os
+import site
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,10 @@ import torch
 
 TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 PACELINE = f"{Path(__file__).parent.parent}{os.sep}"
-LIBRARIES = tuple(
-    sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib", "stdlib", "platstdlib")
+LIBRARIES = (
+    *(f"{folder}{os.sep}" for folder in (*site.getsitepackages(), site.getusersitepackages())),
+    *(sysconfig.get_path(name) + os.sep for name in ("purelib", "stdlib", "platstdlib")),
+    TORCH,
 )
 
 
