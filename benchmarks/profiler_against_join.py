@@ -138,7 +138,7 @@ def dataset_of(case: Case) -> TensorDataset:
 
 def loader_of(case: Case, rank: int) -> Loader:
     data = dataset_of(case)
-    sampler = DistributedSampler(data, 2, rank, shuffle=False)
+    sampler: DistributedSampler[Any] = DistributedSampler(data, 2, rank, shuffle=False)
     return DataLoader(data, batch_size=case.batch // 2, sampler=sampler)
 
 
