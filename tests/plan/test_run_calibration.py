@@ -255,12 +255,24 @@ def test_records_that_cannot_be_combined_are_one_line(
     assert "different models: lenet and vgg11: give --model NAME" in error_of("models")
     write(tmp_path / "quotas", "other", 1, 32, cluster="nodes=1,cpus=1,bandwidth=1gbit")
     assert "different machines: " in error_of("quotas")
+    write(tmp_path / "data", "other", 1, 32, data="mnist")
+    assert "different data: digits and mnist: give runs of one dataset" in error_of("data")
+    write(tmp_path / "precisions", "other", 1, 32, precision="bf16")
+    assert "different settings: --precision auto and --precision bf16: give" in error_of(
+        "precisions"
+    )
     write_run(
         tmp_path / "script",
         FakeRun("script", {"command": ["train.py"]}, [{"forward": 0.1}], kind="profile"),
     )
     assert main(["plan", str(tmp_path / "script")]) == 2
     assert "give finished runs of `paceline train`" in capsys.readouterr().err
+
+
+def test_runs_with_an_emulated_slow_worker_are_left_out(root: Path) -> None:
+    plain = calibrate([str(root)])
+    write(root, "slow", 2, 64, strategy="ring", slow=["1=3"])
+    assert len(calibrate([str(root)]).runs) == len(plain.runs) == 1
 
 
 def test_runs_without_tensor_sizes_say_what_to_do(

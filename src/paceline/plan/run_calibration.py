@@ -40,6 +40,8 @@ OVERLAPPING = ("overlap", "ddp", "fsdp")
 """Strategies whose backward pass includes communication."""
 UPDATES_ELSEWHERE = ("sharded", "shared", "parameter_server", "fsdp")
 """Strategies whose workers do not update all weights."""
+COMPUTE_SETTINGS = ("precision", "accumulate", "compile", "optimizer")
+"""Settings that change the compute time of a step."""
 MOST_STEPS = 500
 """Step times that are kept of a run."""
 OPTIMIZER_COPIES = {"adam": 2, "adamw": 2, "muon": 1}
@@ -70,7 +72,11 @@ def calibrate(paths: Sequence[str], model: str | None = None) -> Calibration:
     if not usable:
         raise UsageError(_why_unusable(runs, model))
     _check_same([run.settings.model_text or "" for run in usable], "models", "--model NAME")
+    _check_same([str(run.settings.get("data")) for run in usable], "data", "runs of one dataset")
     _check_same([_machine(run) for run in usable], "machines", "runs of one machine only")
+    for name in COMPUTE_SETTINGS:
+        values = [f"--{name} {run.settings.get(name)}" for run in usable]
+        _check_same(values, "settings", "runs with the same settings")
     return _calibration(usable, collectives)
 
 
@@ -82,6 +88,9 @@ def _usable(runs: Iterable[Run], model: str | None) -> list[Run]:
         and run.settings.kind == "train"
         and run.iteration_seconds is not None
         and not run.is_resized
+        # Emulated slow workers and unequal shares are no property of the job.
+        and not run.settings.get("slow")
+        and not run.settings.get("shares")
         and (model is None or run.settings.get("model") == model)
         and all(_phases(worker) is not None for worker in run.workers)
     ]
