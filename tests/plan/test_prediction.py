@@ -11,6 +11,7 @@ from paceline.errors import MissingMeasurementError
 from paceline.plan import prediction
 from paceline.plan.calibration import Contention, MeasuredRun
 from paceline.plan.compute_times import ComputeTimes
+from paceline.plan.links import Link
 from paceline.plan.prediction import Predictor, Target
 from paceline.plan.stragglers import expected_maximum
 from tests.support.calibrations import LINK, calibration, point, timing
@@ -210,6 +211,23 @@ def test_the_expected_maximum_is_that_of_resampled_workers() -> None:
     drawn[:, 0] *= 1.5
     expected = drawn.max(axis=1).mean()
     assert expected_maximum(residuals, 4, slowdown=1.5) == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.usefixtures("_exact")
+def test_a_slow_asynchronous_worker_does_not_slow_the_others() -> None:
+    """Three of four workers compute as before, so the job loses at most the fourth."""
+
+    def seconds(mode: str, slowdown: float) -> float:
+        target = Target(
+            "parameter_server", 4, 256, {"mode": mode}, link=Link(100e9), slowdown=slowdown
+        )
+        return Predictor(calibration(), samples=3).predict(target).step_seconds.median
+
+    compute = 0.9 * 0.074
+    assert seconds("sync", 4.0) - seconds("sync", 1.0) == pytest.approx(3 * compute)
+    for mode in ("async", "bounded"):
+        longer = seconds(mode, 4.0) - seconds(mode, 1.0)
+        assert longer == pytest.approx((4 / 3.25 - 1) * compute, rel=0.1)
 
 
 def test_workers_that_synchronize_rarely_wait_less() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, Self
 
@@ -25,7 +25,7 @@ from paceline.plan.compute_times import ComputeTimes
 from paceline.plan.job import Job, StepTime
 from paceline.plan.links import Link
 from paceline.plan.step_simulation import STRATEGIES, local_steps, simulate_step
-from paceline.plan.stragglers import expected_maximum
+from paceline.plan.stragglers import asynchronous_mean, expected_maximum
 
 Floats = NDArray[np.float64]
 
@@ -266,16 +266,20 @@ class Predictor:
     def _job(
         self, sample: _Sample, target: Target, compute_factor: float, communication_factor: float
     ) -> Job:
-        # Asynchronous workers do not wait for each other.
-        workers = target.workers if target.options.get("mode", "sync") == "sync" else 1
-        steps = local_steps(target.strategy, target.options)
-        slowest, local = (
-            sample.slowest(self._independence, workers, target.slowdown, each)
-            for each in (1, steps)
-        )
+        if target.options.get("mode", "sync") == "sync":
+            steps = local_steps(target.strategy, target.options)
+            slowest, local = (
+                sample.slowest(self._independence, target.workers, target.slowdown, each)
+                for each in (1, steps)
+            )
+        else:
+            slowest = local = asynchronous_mean(target.workers, target.slowdown)
         compute = sample.compute.at(target.samples_of_worker)
         cores = self._core_factor(target)
         compute = compute.scaled(compute_factor * slowest * cores)
+        if target.strategy == "parameter_server":
+            # The servers update the weights, which no worker slows.
+            compute = replace(compute, update=compute.update / slowest)
         times = sample.collectives
 
         def collective(operation: str, algorithm: str, size_bytes: float) -> CollectiveTime:

@@ -35,6 +35,14 @@ def expected_maximum(
     return float(np.dot(support, chances))
 
 
+def asynchronous_mean(workers: int, slowdown: float) -> float:
+    """Compute time per update of workers that do not wait, relative to that of one worker.
+
+    The rates of the workers add up, and `slowdown` divides that of one of them.
+    """
+    return workers / (workers - 1 + 1 / slowdown)
+
+
 def _means(residuals: Floats, steps: int) -> Floats:
     random = np.random.default_rng(0)
     drawn = random.choice(residuals, (BLOCKS, min(steps, 256)))
