@@ -30,6 +30,7 @@ from paceline.profiler.collective_log import (
 from paceline.profiler.communication import RankCommunication
 from paceline.profiler.end_of_rank import add_last_interval, find_last_wait
 from paceline.profiler.post_mortem import (
+    add_resumption,
     find_mismatches,
     find_pending,
     joined_records,
@@ -156,6 +157,17 @@ def test_a_collective_that_a_rank_never_called_is_not_communication() -> None:
     assert worker["hidden_exchange_seconds"] == pytest.approx(0.5)
     assert worker["after_first"]["hidden_exchange_seconds"] == pytest.approx(0.5)
     assert worker["collectives"]["all_reduce"]["count"] == 1
+
+
+def test_a_hang_lasts_until_the_next_progress() -> None:
+    """Logs are 1000 s behind the time of day."""
+    logs = [log(0, [(0, "all_reduce", 40, 35.0)]), log(1, [])]
+    report: dict[str, Any] = {"event": "hang", "time": 1010.0, "seconds": 6.0}
+    add_resumption(report, logs, [1003.0, 1040.0])
+    assert report["paused_seconds"] == pytest.approx(31.0)
+    report = {"event": "hang", "time": 1010.0, "seconds": 6.0}
+    add_resumption(report, [log(0, [(0, "all_reduce", 40, 0.0)])], [1003.0])
+    assert "paused_seconds" not in report
 
 
 def test_stacks_are_read_by_thread_and_the_script_is_told_from_libraries() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -102,3 +103,28 @@ def test_a_comparison_names_faults_with_their_runs(
     assert main(["compare", *folders, "--html", str(page)]) == 0
     assert f"Straggler: {STRAGGLER}" in words(capsys.readouterr().out)
     assert "1.32 times as long" in page.read_text()
+
+
+def test_a_hang_that_ended_is_named_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    waits = {"operation": "all_reduce", "group": "0", "sequence": 4, "bytes": 8, "seconds": 5.0,
+             "missing_ranks": [1]}  # fmt: skip
+    states: list[dict[str, Any]] = [
+        {"rank": rank, "ended": None, "exception": None, "collective": pending, "stack": [],
+         "line": f"train.py:{40 + rank} in main"}
+        for rank, pending in ((0, waits), (1, None))
+    ]  # fmt: skip
+    report = {"event": "hang", "seconds": 5.0, "paused_seconds": 30.0, "first_rank": None,
+              "mismatches": [], "ranks": states}  # fmt: skip
+    pause = "Training paused for 30.0 s and resumed: rank 1 at train.py:41 in main."
+    run = write_script(tmp_path, FakeScript(more={"post_mortem": [report]}))
+    (answer,) = write_report(run.folder.path).headlines
+    assert answer.startswith(f"{pause} train.py: 10.00 ms per iteration (median; 10.00 ms mean).")
+    page = (run.folder.path / "report.md").read_text()
+    assert "## Why training paused" in page
+    assert "Why training stopped" not in page
+    assert run.result is not None
+    print_summary(run.folder, run.result)
+    facts = words(capsys.readouterr().out).partition("100.0% ")[2]
+    assert facts.startswith(f"pause {pause} status finished")

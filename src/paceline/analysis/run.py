@@ -54,6 +54,11 @@ class Run:
         return list(self.result["workers"]) if self.result else []
 
     @property
+    def post_mortems(self) -> list[dict[str, Any]]:
+        """Of a profiled script: why its training stopped or paused."""
+        return list(self.result.get("post_mortem", ())) if self.result else []
+
+    @property
     def cuda_graph(self) -> dict[str, Any] | None:
         """How the steps ran on a GPU; None on a CPU and for older results."""
         return next((one["cuda_graph"] for one in self.workers if "cuda_graph" in one), None)

@@ -18,7 +18,7 @@ from paceline.measure.resources import summarize
 from paceline.profiler import POST_MORTEM_FILE, WARNINGS_FILE
 from paceline.profiler.communication import Communication, read_communication
 from paceline.profiler.end_of_rank import add_last_interval, find_last_wait
-from paceline.profiler.post_mortem import joined_records
+from paceline.profiler.post_mortem import add_resumption, joined_records
 from paceline.profiler.trace import write_traces
 from paceline.records import (
     BETWEEN_ITERATIONS,
@@ -190,7 +190,11 @@ def write_result(
         *communication.warnings(ranks[0].start["workers"] if ranks else 0),
     ]
     if post_mortem:
-        result["post_mortem"] = list(post_mortem)
+        result["post_mortem"] = [dict(report) for report in post_mortem]
+    if status == "finished":
+        step_times = [block["time"] for rank in ranks for block in rank.blocks]
+        for report in result.get("post_mortem", ()):
+            add_resumption(report, list(communication.logs.values()), step_times)
     try:
         write_traces(folder, ranks, communication)
     except OSError as error:

@@ -167,6 +167,25 @@ def find_mismatches(logs: Mapping[int, RankCollectives]) -> list[Mismatch]:
     return sorted(separate_waits(logs).mismatches, key=lambda one: one.sequence) if logs else []
 
 
+def add_resumption(
+    report: dict[str, Any], logs: Sequence[RankCollectives], step_times: Sequence[float]
+) -> None:
+    """Say in a report about a hang how long it lasted, if progress followed.
+
+    `step_times`: when ranks wrote steps. Times are those of day.
+    """
+    moments = np.concatenate(
+        [
+            np.asarray(step_times, np.float64),
+            *(log.records[name] + log.wall_offset for log in logs for name in ("arrival", "end")),
+        ]
+    )
+    later = moments[moments > report["time"]]
+    if report["event"] == "hang" and len(later):
+        began = report["time"] - report["seconds"]
+        report["paused_seconds"] = round(float(later.min()) - began, 3)
+
+
 def last_progress(logs: Sequence[RankCollectives]) -> float:
     """When a rank last called or ended a collective, as time of day; 0 if none did."""
     moments = [

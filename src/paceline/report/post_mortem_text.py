@@ -21,6 +21,8 @@ Report = Mapping[str, Any]
 
 
 def headline(report: Report) -> str:
+    if is_pause(report):
+        return _pause(report)
     spent = formatting.seconds(report["seconds"])
     if report["event"] == "hang":
         return f"No rank has made progress for {spent}."
@@ -28,6 +30,22 @@ def headline(report: Report) -> str:
         return f"The job was stopped after {spent} without progress."
     first = _state(report, report["first_rank"])
     return f"Rank {report['first_rank']} failed first: {_end(first)}."
+
+
+def is_pause(report: Report) -> bool:
+    """Whether training resumed."""
+    return report.get("paused_seconds") is not None
+
+
+def _pause(report: Report) -> str:
+    """With the ranks that the others waited for."""
+    causes: dict[str, list[int]] = {}
+    for state in report["ranks"]:
+        if state["line"] and not state["collective"]:
+            causes.setdefault(state["line"], []).append(state["rank"])
+    at = "; ".join(f"{format_ranks(ranks)} at {line}" for line, ranks in causes.items())
+    spent = formatting.seconds(report["paused_seconds"])
+    return f"Training paused for {spent} and resumed{f': {at}' if at else ''}."
 
 
 def lines(report: Report) -> Iterator[str]:

@@ -26,6 +26,7 @@ from paceline.records import (
     numerics_text,
     settings_of,
 )
+from paceline.report.post_mortem_text import headline, is_pause
 from paceline.report.script_wording import account, contention
 from paceline.terminal import open_console
 
@@ -51,6 +52,7 @@ def print_summary(folder: RunFolder, result: Result, file: TextIO | None = None)
         run = Run(folder, settings_of(result, folder.result_file), result)
         rows = summary_rows(result, None if run.is_synchronous else run.iteration_seconds)
         rows[1:1] = _script_rows(run)
+        rows[:0] = [("pause", headline(one)) for one in run.post_mortems if is_pause(one)]
         rows += _contention(run)
     for name, text in [*rows, *_restarts_and_warnings(result)]:
         facts.add_row(name, text)

@@ -73,8 +73,17 @@ def headline(verdict: Verdict) -> str:
         text = _fastest(verdict, ranking)
         if verdict.has_several_kinds:
             text = f"Of {_kind(ranking.entries[0].group)}: {text}"
+    text = pause_sentence(verdict.groups) + text
     text += script_sentence(verdict)
     return text + chance_sentence(verdict.at_chance) + rerun_sentence(verdict.contention)
+
+
+def pause_sentence(groups: Sequence[RunGroup]) -> str:
+    """What the headline of a single script begins with if its training paused."""
+    if len(groups) != 1 or len(groups[0].runs) != 1:
+        return ""
+    pauses = filter(post_mortem_text.is_pause, groups[0].runs[0].post_mortems)
+    return "".join(f"{post_mortem_text.headline(pause)} " for pause in pauses)
 
 
 def script_sentence(verdict: Verdict) -> str:
@@ -120,7 +129,7 @@ def _nothing_ranked(groups: Sequence[RunGroup]) -> str:
     troubled = [group for group in groups if group.runs and cause_text(group)]
     if not troubled:
         return f"{text}."
-    if count == 1 and (reports := (troubled[0].runs[0].result or {}).get("post_mortem")):
+    if count == 1 and (reports := troubled[0].runs[0].post_mortems):
         text = f"{post_mortem_text.headline(reports[-1])} {text}"
     first = min(troubled, key=lambda group: not group.has_failed)
     reason = cause_text(first) if count == 1 else describe_trouble(first)
@@ -167,12 +176,21 @@ def beside_exact(ranking: Ranking, lead: Difference | None, exact: RankedGroup) 
 
 
 def _only(ranking: Ranking, only: RankedGroup) -> str:
-    text = f"{only.group.label}: {formatting.seconds(only.mean)} {ranking.name}"
+    text = f"{only.group.label}: {_only_time(ranking, only)}"
     quality = quality_of([only.group])
     value = only.group.mean_of(quality.key)
     if value is not None:
         text += f", {quality.name} {value:.4f}"
     return f"{text}."
+
+
+def _only_time(ranking: Ranking, only: RankedGroup) -> str:
+    """A pause makes the mean say nothing about the steps before and after it."""
+    mean = formatting.seconds(only.mean)
+    timing = only.group.runs[0].timing
+    if not pause_sentence([only.group]) or timing is None:
+        return f"{mean} {ranking.name}"
+    return f"{formatting.seconds(timing.median)} {ranking.name} (median; {mean} mean)"
 
 
 def _single_run(pair: Sequence[RankedGroup]) -> str:

@@ -5,20 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from paceline.report.document import Block, BulletList, Code, Details, Text
-from paceline.report.post_mortem_text import Report, headline, lines
+from paceline.report.post_mortem_text import Report, headline, is_pause, lines
 from paceline.report.sections.common import SectionContext, section
 
 
-@section("post_mortem", "Why training stopped")
-def post_mortem(context: SectionContext) -> Iterator[Block]:
+def _reports(context: SectionContext) -> list[tuple[str, Report]]:
+    """With the names of the runs."""
     runs = [run for group in context.groups for run in group.runs]
-    for run in runs:
-        for report in (run.result or {}).get("post_mortem", ()):
-            name = f"{run.id}: " if len(runs) > 1 else ""
-            yield Text(f"{name}{headline(report)}", kind="answer")
-            yield BulletList([("", line) for line in lines(report)])
-            if stacks := _stacks(report):
-                yield Details("Python stacks of the main threads", [Code(stacks)])
+    return [(run.id, report) for run in runs for report in run.post_mortems]
+
+
+def _title(context: SectionContext) -> str:
+    are_pauses = all(is_pause(report) for _, report in _reports(context))
+    return "Why training paused" if are_pauses else "Why training stopped"
+
+
+@section("post_mortem", _title)
+def post_mortem(context: SectionContext) -> Iterator[Block]:
+    for run, report in _reports(context):
+        name = "" if context.is_one_run else f"{run}: "
+        yield Text(f"{name}{headline(report)}", kind="answer")
+        yield BulletList([("", line) for line in lines(report)])
+        if stacks := _stacks(report):
+            yield Details("Python stacks of the main threads", [Code(stacks)])
 
 
 def _stacks(report: Report) -> str:
