@@ -30,7 +30,7 @@ def simulate(strategy: str, workers: int) -> None:
     gradients = [Gradient(TENSOR_BYTES, 1 - index / TENSORS) for index in range(TENSORS)]
     job = Job(
         strategy, {}, workers, workers, gradients, 0, Compute(0.001, 0.03, 0.06, 0.004),
-        lambda *_: NO_TIME, lambda *_: (0.0, False, 0.0),
+        lambda *_: NO_TIME,
     )  # fmt: skip
     times = RoundTimes(100e-6, 1 / 1.25e9)
     factors = np.random.default_rng(0).lognormal(0.0, 0.1, workers)

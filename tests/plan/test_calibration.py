@@ -11,7 +11,6 @@ import pytest
 from paceline.errors import RecordsError
 from paceline.plan.calibration import (
     Calibration,
-    CodecTiming,
     Contention,
     MeasuredRun,
 )
@@ -27,7 +26,6 @@ def complete() -> Calibration:
     )  # fmt: skip
     values = {
         **{name: getattr(calibration(), name) for name in Calibration.__slots__},
-        "codecs": (CodecTiming("topk", {"ratio": "0.01"}, 4000, 80, True, (1e-3,)),),
         "contention": Contention(1.2, 1.1, 0.5),
         "runs": (run,),
         "optimizer_state_bytes": 1000,
@@ -46,7 +44,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
 
 def test_optional_fields_may_be_missing() -> None:
     record = json.loads(json.dumps(calibration().to_dict()))
-    for name in ("codecs", "contention", "runs", "software", "has_ready_times"):
+    for name in ("contention", "runs", "software", "has_ready_times"):
         del record[name]
     assert Calibration.from_dict(record) == calibration()
 

@@ -196,8 +196,6 @@ def test_what_was_not_measured_is_named() -> None:
     one_point = replace(calibration(), compute=(point(16, 0.026),))
     with pytest.raises(MissingMeasurementError, match="other batches than 16 samples"):
         Predictor(one_point).predict(Target("ring", 4, 128, link=LINK))
-    with pytest.raises(MissingMeasurementError, match="-o codec=int8"):
-        Predictor(calibration()).predict(Target("ring", 4, 64, {"codec": "int8"}, link=LINK))
 
 
 def test_the_expected_maximum_is_that_of_resampled_workers() -> None:

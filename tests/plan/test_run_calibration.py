@@ -219,6 +219,7 @@ def test_large_clusters_have_racks_and_failures(
                 ("overlap", "algorithm=json:loads"),
             ]
         ),
+        (["{root}", "-o", "codec=int8"], "-o codec: no plan for 'int8': compare short runs"),
         (["{root}", "-o", "algorithm=foo"], "-o algorithm: no plan for 'foo': choose from root,"),
         (["{root}", "--batch-size", "-3"], "--batch-size: must be a number from 1 to"),
         (["{root}", "--slowdown", "0.5"], "--slowdown: must be a number from 1 to 1000"),
@@ -273,6 +274,20 @@ def test_runs_with_an_emulated_slow_worker_are_left_out(root: Path) -> None:
     plain = calibrate([str(root)])
     write(root, "slow", 2, 64, strategy="ring", slow=["1=3"])
     assert len(calibrate([str(root)]).runs) == len(plain.runs) == 1
+
+
+@pytest.mark.parametrize("option", [{"codec": "int8"}, {"algorithm": "mine:Ring"}])
+def test_runs_that_the_model_does_not_describe_correct_nothing(
+    root: Path, tmp_path: Path, option: dict[str, str]
+) -> None:
+    def predictions() -> Any:
+        out = tmp_path / "plan.json"
+        assert main(["plan", str(root), "--strategy", "ring,tree", "--json", str(out)]) == 0
+        return json.loads(out.read_text())["predictions"]
+
+    plain = predictions()
+    write(root, "two-other", 2, 64, strategy="ring", options=option)
+    assert predictions() == plain
 
 
 def test_runs_without_tensor_sizes_say_what_to_do(

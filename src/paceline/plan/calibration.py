@@ -87,22 +87,6 @@ class CollectiveTiming:
 
 
 @dataclass(frozen=True, slots=True)
-class CodecTiming:
-    """A codec on one worker, without communication."""
-
-    codec: str
-    options: Mapping[str, str]
-    size_bytes: int
-    """Of the gradient."""
-    wire_bytes: int
-    """That one worker contributes to the exchange."""
-    gathers: bool
-    """Whether the workers gather each other's payloads, instead of summing them."""
-    seconds: tuple[float, ...]
-    """Encoding and decoding."""
-
-
-@dataclass(frozen=True, slots=True)
 class Contention:
     """What workers on one host, and computation and communication of a worker, cost each other."""
 
@@ -147,7 +131,6 @@ class Calibration:
     residuals: tuple[tuple[float, ...], ...] = ()
     """Of each worker: the compute time of each step, relative to the worker's mean."""
     collectives: tuple[CollectiveTiming, ...] = ()
-    codecs: tuple[CodecTiming, ...] = ()
     contention: Contention = field(default_factory=Contention)
     runs: tuple[MeasuredRun, ...] = ()
     """Runs that correct the model for costs that are specific to a strategy."""

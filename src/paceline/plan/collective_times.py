@@ -7,7 +7,6 @@ algorithms have the same form, so they stand in where one was not measured.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -177,28 +176,6 @@ class CollectiveTimes:
             links = ", ".join(sorted(map(str, measured))) or "none"
             return [f"link {place.link}, measured {links}"]
         return []
-
-    def codec_cost(
-        self, codec: str, options: Mapping[str, str], size_bytes: int
-    ) -> tuple[float, bool, float]:
-        """Wire bytes, whether they are gathered, and seconds: in proportion to the nearest size."""
-        own = {key: options[key] for key in ("chunk", "ratio", "rank") if key in options}
-        same = [
-            each
-            for each in self._calibration.codecs
-            if each.codec == codec and dict(each.options) == own
-        ]
-        if not same:
-            raise MissingMeasurementError(
-                f"the cost of codec {codec}", f"a run with -o codec={codec}"
-            )
-        nearest = min(same, key=lambda each: abs(math.log(each.size_bytes / size_bytes)))
-        factor = size_bytes / nearest.size_bytes
-        return (
-            nearest.wire_bytes * factor,
-            nearest.gathers,
-            float(np.median(nearest.seconds)) * factor,
-        )
 
 
 def _distance(measured: Link | None, link: Link | None) -> float:

@@ -11,8 +11,6 @@ from paceline.plan.collective_cost import CollectiveTime, rounds_of
 
 Collective = Callable[[str, str, float], CollectiveTime]
 """Time of a collective, by operation, algorithm and bytes."""
-CodecCost = Callable[[str, int], tuple[float, bool, float]]
-"""Of a codec and a gradient of some bytes: wire bytes, whether they are gathered, seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +44,6 @@ class Job:
     optimizer_state_bytes: int
     compute: Compute
     collective: Collective
-    codec_cost: CodecCost
     contention: Contention = field(default_factory=Contention)
     local_factor: float = 1.0
     """Compute time of the slowest worker over several local steps, relative to `compute`."""

@@ -295,7 +295,6 @@ class Predictor:
             self.calibration.optimizer_state_bytes,
             compute,
             collective,
-            lambda codec, size: times.codec_cost(codec, target.options, size),
             self.calibration.contention,
             local / slowest,
         )

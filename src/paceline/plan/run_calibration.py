@@ -33,7 +33,7 @@ from paceline.plan.calibration import (
     SizePoint,
 )
 from paceline.plan.links import Link, link_of_cluster
-from paceline.plan.strategy_options import without_defaults
+from paceline.plan.strategy_options import is_modeled, without_defaults
 from paceline.records import read_json
 
 OVERLAPPING = ("overlap", "ddp", "fsdp")
@@ -138,7 +138,11 @@ def _calibration(runs: Sequence[Run], collectives: Sequence[CollectiveTiming]) -
         ),
         collectives=tuple(collectives),
         contention=Contention(cores_per_worker=_cores_per_worker(runs)),
-        runs=tuple(measured_run(run) for run in runs if run.settings.workers > 1),
+        runs=tuple(
+            measured_run(run)
+            for run in runs
+            if run.settings.workers > 1 and is_modeled(run.settings.options)
+        ),
         optimizer_state_bytes=_state_bytes(runs[0], sum(each.size_bytes for each in gradients)),
         activation_bytes_per_sample=_activation_bytes(runs),
         noise_scale=_noise_scale(runs),

@@ -60,8 +60,8 @@ def _averaging(job: Job) -> StepTime:
     chosen, is_flat = _preset(job)
     sizes = [each.size_bytes for each in job.gradients]
     sizes = [sum(sizes)] if is_flat else sizes
-    times = [_reduction(job, chosen, size) for size in sizes]
-    if chosen == "library" and _codec(job) == "none":
+    times = [job.collective("all_reduce", chosen, size) for size in sizes]
+    if chosen == "library":
         # All are started before the first is waited for.
         transfers = [Transfer(0.0, time) for time in times]
         exchange = simulate_overlap(0.0, transfers).end
@@ -76,44 +76,18 @@ def _exposed(job: Job, exchange: float, link_bytes: float) -> StepTime:
     return StepTime(compute + exchange, compute, exchange, 0.0, link_bytes)
 
 
-def _codec(job: Job) -> str:
-    return job.options.get("codec", "none")
-
-
-def _reduction(job: Job, algorithm: str, size_bytes: int) -> CollectiveTime:
-    """Sum a gradient over all workers, with the codec of the job."""
-    codec = _codec(job)
-    if codec == "none":
-        return job.collective("all_reduce", algorithm, size_bytes)
-    wire_bytes, gathers, seconds = job.codec_cost(codec, size_bytes)
-    if gathers:
-        time = job.collective("all_gather", "library", wire_bytes * job.workers)
-    else:
-        time = job.collective("all_reduce", algorithm, wire_bytes)
-    return time + CollectiveTime(0.0, seconds)
-
-
 def _reduced_bytes(job: Job, algorithm: str, sizes: Sequence[int]) -> float:
-    total = 0.0
-    for size in sizes:
-        wire, gathers = float(size), False
-        if _codec(job) != "none":
-            wire, gathers, _ = job.codec_cost(_codec(job), size)
-        if gathers:
-            total += link_bytes_of("all_gather", "library", job.workers, wire * job.workers)
-        else:
-            total += link_bytes_of("all_reduce", algorithm, job.workers, wire)
-    return total
+    return math.fsum(link_bytes_of("all_reduce", algorithm, job.workers, size) for size in sizes)
 
 
 def _overlap(job: Job) -> StepTime:
     algorithm = job.options.get("algorithm", "library")
-    threads = GLOO_THREADS if algorithm == "library" and _codec(job) == "none" else 1
+    threads = GLOO_THREADS if algorithm == "library" else 1
     return _in_buckets(job, algorithm, threads)
 
 
 def _ddp(job: Job) -> StepTime:
-    return _in_buckets(job, "library", GLOO_THREADS if _codec(job) == "none" else 1)
+    return _in_buckets(job, "library", GLOO_THREADS)
 
 
 def bucket_layout(job: Job) -> list[list[int]] | None:
@@ -140,7 +114,7 @@ def _in_buckets(job: Job, algorithm: str, threads: int) -> StepTime:
     sizes = [sum(job.gradients[index].size_bytes for index in bucket) for bucket in layout]
     ready = [max(job.gradients[index].ready for index in bucket) for bucket in layout]
     transfers = [
-        Transfer(when, _reduction(job, algorithm, size))
+        Transfer(when, job.collective("all_reduce", algorithm, size))
         for when, size in zip(ready, sizes, strict=True)
     ]
     times = simulate_overlap(job.compute.backward, transfers, threads, job.contention)

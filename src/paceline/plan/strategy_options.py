@@ -39,12 +39,23 @@ def own_options(strategy: str, options: Mapping[str, str]) -> dict[str, str]:
         return {}
     known = option_types(STRATEGIES.load(strategy))
     own = {key: text for key, text in options.items() if key in known}
-    algorithm = own.get("algorithm", "library")
+    algorithm, codec = own.get("algorithm", "library"), own.get("codec", "none")
     if algorithm not in ALGORITHMS:
         names = ", ".join(ALGORITHMS.names())
         raise ConfigError([f"-o algorithm: no plan for {shown(algorithm)}: choose from {names}"])
+    if codec != "none":
+        raise ConfigError(
+            [f"-o codec: no plan for {shown(codec)}: compare short runs with and without it"]
+        )
     create_strategy(strategy, own)
     return own
+
+
+def is_modeled(options: Mapping[str, str]) -> bool:
+    """Whether runs with these options do what the model describes."""
+    return (
+        options.get("algorithm", "library") in ALGORITHMS and options.get("codec", "none") == "none"
+    )
 
 
 def without_defaults(strategy: str, options: Mapping[str, str]) -> dict[str, str]:
