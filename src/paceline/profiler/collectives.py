@@ -230,11 +230,12 @@ class CollectiveRecorder:
             arrived = None if inside and get_ident() in inside else arrive(args, arrival)
             if arrived is None:
                 return redispatch(keyset & _BELOW, *args, **kwargs)
-            position, _, is_async, is_nccl, _ = arrived
+            position, tensor, is_async, is_nccl, _ = arrived
             # One of NCCL that is synchronous is executed by the current stream, without a Work.
             is_synchronous = is_nccl and not is_async
             before = blocked.enter() if blocks or is_synchronous else None
-            interval = begin_interval() if is_synchronous else None
+            device = None if tensor is None else tensor.device
+            interval = begin_interval(device) if is_synchronous else None
             began = perf_counter()
             try:
                 result = redispatch(keyset & _BELOW, *args, **kwargs)

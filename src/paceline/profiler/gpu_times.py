@@ -8,18 +8,18 @@ import torch
 
 
 class GpuInterval:
-    """From its creation to `end` in the work of the current stream."""
+    """From its creation to `end` in the work of a device's current stream."""
 
-    __slots__ = ("_began", "_ended")
+    __slots__ = ("_began", "_ended", "_stream")
 
-    def __init__(self) -> None:
-        self._began = torch.cuda.Event(enable_timing=True)
-        self._began.record()
+    def __init__(self, device: Any = None) -> None:
+        """`device`: as torch.cuda.current_stream takes it."""
+        self._stream = torch.cuda.current_stream(device)
+        self._began = self._stream.record_event(torch.cuda.Event(enable_timing=True))
         self._ended: Any = None
 
     def end(self) -> None:
-        self._ended = torch.cuda.Event(enable_timing=True)
-        self._ended.record()
+        self._ended = self._stream.record_event(torch.cuda.Event(enable_timing=True))
 
     def is_completed(self) -> bool:
         return self._ended is not None and self._ended.query()
