@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 from paceline.profiler import device_copies
 from paceline.profiler.device_copies import DeviceCopies
@@ -27,6 +29,12 @@ class OnGpu(Tensor):
 class Interval:
     """Time that a GPU takes for a copy."""
 
+    devices: list[Any]
+    """Of those that were created."""
+
+    def __init__(self, device: Any) -> None:
+        self.devices.append(device)
+
     def end(self) -> None: ...
 
     def is_completed(self) -> bool:
@@ -39,11 +47,14 @@ class Interval:
 @pytest.fixture
 def tracker(monkeypatch: pytest.MonkeyPatch) -> StepTracker:
     monkeypatch.setattr(device_copies, "GpuInterval", Interval)
+    monkeypatch.setattr(Interval, "devices", [], raising=False)
     return StepTracker(lambda: None)
 
 
 @pytest.fixture
 def counted(tracker: StepTracker) -> Iterator[DeviceCopies]:
+    # Tests before this one may have compiled something.
+    torch._dynamo.reset()
     copies, hooks = DeviceCopies(tracker), Hooks()
     copies.install(hooks, lambda function: function)
     yield copies
@@ -84,7 +95,65 @@ def test_other_copies_do_not_count(counted: DeviceCopies, tracker: StepTracker) 
     on_gpu = torch.zeros(4).as_subclass(OnGpu)
     torch.zeros(4).copy_(torch.ones(4))
     torch.ones(4).to(torch.float64)
+    torch.ones(4).to("cpu", torch.float64)
+    torch.ones(4).to(torch.ones(4, dtype=torch.float64))
+    torch.ones(4).to(device=torch.device("cpu"), dtype=torch.float64)
     on_gpu.copy_(on_gpu)
     tracker.clock.enter("evaluate")
     on_gpu.copy_(torch.ones(4))
     assert records(counted) == []
+    # An interval costs the program two events of CUDA.
+    assert Interval.devices == []
+
+
+@pytest.mark.parametrize("target", ["cuda:1", torch.device("cuda", 1), 1])
+def test_the_gpu_of_a_copy_is_that_of_its_target(
+    monkeypatch: pytest.MonkeyPatch, tracker: StepTracker, target: Any
+) -> None:
+    def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """There is no GPU to copy to."""
+        return tensor
+
+    monkeypatch.setattr(Tensor, "to", to)
+    copies, hooks = DeviceCopies(tracker), Hooks()
+    torch._dynamo.reset()
+    copies.install(hooks, lambda function: function)
+    try:
+        batch = torch.ones(256)
+        batch.to(target), batch.to(device=target, non_blocking=True)
+    finally:
+        hooks.remove()
+    assert Interval.devices == [target, target]
+    assert [found["count"] for found in records(copies)] == [2]
+    assert Tensor.to is to
+
+
+class OfScript(Tensor):
+    """Its methods are those of Tensor."""
+
+
+def converted(tensor: Tensor) -> Tensor:
+    return Tensor.to(tensor.to(torch.float64), torch.float32) + tensor.cpu().clone().copy_(tensor)
+
+
+@pytest.mark.parametrize("kind", [Tensor, OfScript])
+def test_compiled_code_finds_the_methods_of_torch(counted: DeviceCopies, kind: Any) -> None:
+    on_gpu = torch.zeros(4).as_subclass(OnGpu)
+    on_gpu.copy_(torch.ones(4))
+    counter = CompileCounter()
+    compiled = torch.compile(converted, fullgraph=True, backend=counter)
+    for _ in range(3):
+        result = compiled(torch.ones(4).as_subclass(kind))
+        on_gpu.copy_(torch.ones(4))
+    torch.testing.assert_close(result.as_subclass(Tensor), torch.full((4,), 2.0))
+    assert counter.frame_count == 1
+    assert records(counted) == []
+
+
+def test_copies_after_a_compilation_are_not_counted(tracker: StepTracker) -> None:
+    torch._dynamo.reset()
+    torch.compile(converted, fullgraph=True, backend="eager")(torch.ones(4))
+    hooks = Hooks()
+    DeviceCopies(tracker).install(hooks, lambda function: function)
+    assert Tensor.to is torch._C.TensorBase.to
+    hooks.remove()

@@ -3,6 +3,9 @@
 A copy from pageable memory, or one without `non_blocking`, blocks the program until the GPU has
 done all work before it. Copies are counted from the first step of an optimizer on a GPU on: before
 it, scripts move their model.
+
+Methods of Tensor are replaced for it. torch.compile reads them, and guards compiled code by their
+identity: in a process that compiles, they are the original ones, and no copies are counted.
 """
 
 from __future__ import annotations
@@ -14,8 +17,8 @@ from time import perf_counter
 from types import CodeType, FrameType
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
 from paceline.profiler.call_sites import describe_line, script_line
 from paceline.profiler.event_queue import Guard
@@ -29,6 +32,8 @@ MAX_PENDING = 64
 NOT_TRAINING = frozenset(("evaluate", "checkpoint"))
 _OF_SUBCLASS = Tensor.__torch_function__.__func__.__code__  # type: ignore[attr-defined]
 """Calls the method of a subclass once more."""
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+"""The number of modes: in some, such as that of torch.export, tensors have no data."""
 
 
 @dataclass(slots=True)
@@ -92,17 +97,42 @@ class DeviceCopies:
         self._pending: deque[tuple[CopySite, int, GpuInterval]] = deque(maxlen=MAX_PENDING)
 
     def install(self, hooks: Hooks, guard: Guard) -> None:
-        begin, end = guard(self._begin), guard(self._end)
+        # Importing it takes long, but optimizers of torch do so in their first step.
+        from torch._dynamo import callback, convert_frame, trace_rules
+
+        if convert_frame.FRAME_COUNTER:
+            return
+        # It is built once, and by the first function that is compiled.
+        trace_rules.get_tensor_method()
+        methods = Hooks()
+        hooks.on_remove(methods.remove)
+
+        def make_start(original: Any) -> Any:
+            def run_start_callbacks(handler: Any, *args: Any) -> None:
+                methods.remove()
+                self._lines.clear()
+                self._sites.clear()
+                original(handler, *args)
+
+            return run_start_callbacks
+
+        hooks.replace(callback.CompilationCallbackHandler, "run_start_callbacks", make_start)
+        self._replace_methods(methods, guard)
+
+    def _replace_methods(self, methods: Hooks, guard: Guard) -> None:
+        begin, end, modes = guard(self._begin), guard(self._end), _dispatch_modes
 
         def make_copy(original: Any) -> Any:
             """`to` or `cuda`, whose result is another tensor."""
+            find_target = _target_of_cuda if original.__name__ == "cuda" else _target_of_to
 
             def copy(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-                if tensor.is_cuda or is_dynamo_compiling():
+                target = None if tensor.is_cuda or modes() else find_target(args, kwargs)
+                if target is None:
                     return original(tensor, *args, **kwargs)
-                began = begin(sys._getframe(1), original.__name__)
+                began = begin(sys._getframe(1), original.__name__, target)
                 result = original(tensor, *args, **kwargs)
-                if began is not None and result.is_cuda:
+                if began is not None:
                     end(began, tensor, args, kwargs)
                 return result
 
@@ -111,9 +141,9 @@ class DeviceCopies:
         def make_copy_into(original: Any) -> Any:
             def copy_(tensor: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
                 is_other = not tensor.is_cuda or not isinstance(source, Tensor) or source.is_cuda
-                if is_other or is_dynamo_compiling():
+                if is_other or modes():
                     return original(tensor, source, *args, **kwargs)
-                began = begin(sys._getframe(1), original.__name__)
+                began = begin(sys._getframe(1), original.__name__, tensor.device)
                 result = original(tensor, source, *args, **kwargs)
                 if began is not None:
                     end(began, source, args, kwargs)
@@ -121,12 +151,12 @@ class DeviceCopies:
 
             return copy_
 
-        hooks.replace(Tensor, "to", make_copy)
-        hooks.replace(Tensor, "cuda", make_copy)
-        hooks.replace(Tensor, "copy_", make_copy_into)
+        methods.replace(Tensor, "to", make_copy)
+        methods.replace(Tensor, "cuda", make_copy)
+        methods.replace(Tensor, "copy_", make_copy_into)
 
     def _begin(
-        self, frame: FrameType, name: str
+        self, frame: FrameType, name: str, device: Any
     ) -> tuple[CopySite, GpuInterval | None, float] | None:
         if frame.f_code is _OF_SUBCLASS or self._tracker.clock.phase in NOT_TRAINING:
             return None
@@ -138,7 +168,7 @@ class DeviceCopies:
             call, line = f"Tensor.{name}", script_line(frame)
             site = self._lines.setdefault((call, line), CopySite(call, line))
             self._sites[key] = site
-        return site, GpuInterval() if site.is_due else None, perf_counter()
+        return site, GpuInterval(device) if site.is_due else None, perf_counter()
 
     def _end(
         self,
@@ -168,3 +198,20 @@ class DeviceCopies:
         self._settle()
         found = [site.to_record() for site in self._lines.values() if site.count]
         return {"copies": found} if found else {}
+
+
+def _target_of_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The GPU that `Tensor.to` copies to; None for a conversion on the host."""
+    target = args[0] if args else kwargs.get("device", kwargs.get("other"))
+    if isinstance(target, str):
+        return target if target.startswith("cuda") else None
+    if isinstance(target, Tensor):
+        target = target.device
+    if isinstance(target, torch.device):
+        return target if target.type == "cuda" else None
+    return target if type(target) is int else None
+
+
+def _target_of_cuda(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target = args[0] if args else kwargs.get("device")
+    return "cuda" if target is None else target

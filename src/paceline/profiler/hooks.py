@@ -67,6 +67,10 @@ class Hooks:
             self._undo.append(functools.partial(delattr, owner, name))
         setattr(owner, name, replacement)
 
+    def on_remove(self, function: Callable[[], None]) -> None:
+        """Call a function when the hooks are removed."""
+        self._undo.append(function)
+
     def remove(self, *, is_in_hook: bool = False) -> None:
         """Restore what was replaced; hooks of optimizers stay where torch is calling them."""
         self._make_save = None
