@@ -262,6 +262,18 @@ def test_only_the_steps_of_the_window_are_measured(tmp_path: Path) -> None:
     assert record.account()["after_first"]["iterations"] == 2
 
 
+def test_a_window_after_the_last_step_is_named(tmp_path: Path) -> None:
+    measured = Session(tmp_path, StepWindow.parse("1000:1010"))
+    measured.start()
+    try:
+        run_loop(4)
+    finally:
+        measured.close()
+    settings = RunSettings("profile", {"command": ["python", "train.py"]})
+    values = write_result(RunFolder(tmp_path), settings, "finished", None)
+    assert values["warnings"] == ["the script took 4 steps; --steps starts at 1,000"]
+
+
 @pytest.mark.parametrize("text", ["5", "5:2", "a:b", "-1:3", "3:3"])
 def test_an_invalid_window_is_a_usage_error(text: str) -> None:
     with pytest.raises(UsageError, match="--steps: must be A:B"):

@@ -303,7 +303,8 @@ def _warnings(folder: RunFolder, ranks: Sequence[RankRecord]) -> list[str]:
     texts = list(dict.fromkeys(str(event["text"]) for event in events))
     if (starts := max((rank.starts for rank in ranks), default=1)) > 1:
         texts.append(f"the ranks started {starts} times: the result is that of the last start")
-    if not ranks:
+    # A script may take steps, but none of those that --steps selects.
+    if not ranks and not any("steps" in event for event in events):
         texts.append(NO_STEPS)
     known = {rank.rank for rank in ranks}
     world_size = ranks[0].start["workers"] if ranks else 0

@@ -154,6 +154,10 @@ class Session:
             if self._trace is not None:
                 self._trace.close()
             self.guard(self.log.close)(self.tracker, error)
+            steps, first = self.tracker.steps, self.log.window.first
+            if 0 < steps <= first:
+                text = f"the script took {steps:,} steps; --steps starts at {first:,}"
+                warn(self.folder, text, steps=steps)
             self._is_open = False
             self._hooks.remove(is_in_hook=True)
 
@@ -164,12 +168,12 @@ class Session:
             self._collectives.remove()
 
 
-def warn(folder: Path, text: str) -> None:
+def warn(folder: Path, text: str, **more: Any) -> None:
     """Leave a warning for `paceline profile`; nothing if the folder cannot be written to."""
     try:
         with (folder / WARNINGS_FILE).open("a", encoding="utf-8") as file:
             values = {"event": "warning", "time": time.time(), "process": os.getpid(), "text": text}
-            file.write(json.dumps(values) + "\n")
+            file.write(json.dumps({**values, **more}) + "\n")
     except OSError:
         pass
 
