@@ -66,7 +66,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         default="0",
         help="seconds before each operation, which is then timed alone, as after the computation of"
-        " a step; emulated nodes with a CPU quota need it (default: 0)",
+        " a step (default: 0)",
     )
     output = parser.add_argument_group("Output")
     output.add_argument("--json", metavar="FILE", help="write the record with all samples")

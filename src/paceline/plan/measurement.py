@@ -39,7 +39,7 @@ COMM = {
     "sizes": "1k,16k,128k,1m,8m",
     "seconds": "0.2",
     "most_seconds": "0.5",
-    # Operations without pauses would use up the CPU quota of emulated nodes.
+    # Operations without pauses can use up the CPU quota of emulated nodes.
     "pause": "0.02",
 }
 
