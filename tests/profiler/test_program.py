@@ -20,6 +20,9 @@ from paceline.comm.rank_info import RankInfo
 from paceline.errors import UsageError
 from paceline.profiler import FOLDER_VARIABLE
 from paceline.profiler.program import Profile
+from paceline.records import RunFolder
+from paceline.report.build import write_report
+from paceline.report.summary import print_summary
 from tests.support.profiled import loader, loss_of, model, train_step
 
 
@@ -53,7 +56,9 @@ def test_steps_of_a_loop_without_a_torch_optimizer(tmp_path: Path) -> None:
     assert profile.result["iterations"] == 5
 
 
-def test_a_block_writes_a_timeline_of_its_steps(tmp_path: Path) -> None:
+def test_a_block_writes_a_timeline_of_its_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     net = model()
     optimizer = SGD(net.parameters(), lr=0.1)
     with paceline.profile(out=str(tmp_path), name="own", steps="1:4", trace=True) as profile:
@@ -61,6 +66,12 @@ def test_a_block_writes_a_timeline_of_its_steps(tmp_path: Path) -> None:
             train_step(net, optimizer, *batch)
     assert profile.result is not None
     assert profile.result["config"]["steps"] == "1:4"
+    print_summary(RunFolder(profile.folder), profile.result)
+    assert "start-up" not in capsys.readouterr().out
+    page = write_report(profile.folder).page.with_suffix(".md").read_text()
+    assert "before the first iteration" not in page
+    assert "warm-up" not in page
+    assert "exclude the first step that --steps selects" in page
     events = json.loads((tmp_path / "own" / "trace.json").read_text())["traceEvents"]
     slices = [event["name"] for event in events if event.get("ph") == "X"]
     assert sum(name.startswith("step") for name in slices) == 3

@@ -259,7 +259,9 @@ def test_only_the_steps_of_the_window_are_measured(tmp_path: Path) -> None:
     assert record.blocks[0]["first"] == 0
     # Times are rounded to microseconds.
     assert sum(record.step_seconds) <= record.wall_seconds + 1e-5
-    assert record.account()["after_first"]["iterations"] == 2
+    account = record.account()
+    assert account["after_first"]["iterations"] == 2
+    assert account["startup_seconds"] == {}
 
 
 def test_a_window_after_the_last_step_is_named(tmp_path: Path) -> None:

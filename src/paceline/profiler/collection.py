@@ -131,7 +131,12 @@ class RankRecord:
         }
 
     def _startup_seconds(self) -> dict[str, float]:
-        """The part of `other` before the first step, and what precedes the clock."""
+        """The part of `other` before the first step, and what precedes the clock.
+
+        Empty if the measurement began later.
+        """
+        if self.start.get("skipped_steps"):
+            return {}
         before = self.blocks[0]["after_first"]
         outside = sum(before.values()) - self.step_seconds[0]
         preparation = outside - before["evaluate"] - before["checkpoint"]

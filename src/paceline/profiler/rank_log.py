@@ -192,6 +192,7 @@ class RankLog:
             perf_counter_offset=time.time() - perf_counter(),
             clock_started=tracker.clock.started + sum(self._before.phases.values()),
             imports_seconds=self._import_seconds(tracker),
+            skipped_steps=self.window.first,
         )
         return events
 

@@ -141,8 +141,8 @@ def summary_rows(result: Result, step_seconds: float | None) -> list[tuple[str, 
         rows.append(("CUDA graph", cuda_graph_text(cuda_graph)))
     if shows_noise(result):
         rows.append(("noise scale", noise_scale_text(result["workers"][0]["noise_scale"])))
-    if startup := result["workers"][0].get("startup_seconds"):
-        rows.append(("start-up", startup_text(startup)))
+    if text := startup_text(result["workers"][0].get("startup_seconds") or {}):
+        rows.append(("start-up", text))
     if text := unrecorded_text(result["workers"]):
         rows.append(("unrecorded", text))
     if len(result["workers"]) > 1:
@@ -181,13 +181,13 @@ def shows_numerics(numerics: Mapping[str, Any] | None) -> TypeGuard[Mapping[str,
 
 
 def startup_text(startup: Mapping[str, float]) -> str:
-    """The phases of a worker's start-up; imports are not in its wall time."""
+    """The phases of a worker's start-up, if notable; imports are not in its wall time."""
     parts = [
         f"{part} {formatting.seconds(spent)}"
         for part, spent in startup.items()
         if spent >= NEGLIGIBLE_SECONDS
     ]
-    return f"rank 0 before its first iteration: {', '.join(parts)}"
+    return f"rank 0 before its first iteration: {', '.join(parts)}" if parts else ""
 
 
 def unrecorded_text(workers: Sequence[Mapping[str, Any]]) -> str:

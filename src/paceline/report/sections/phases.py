@@ -219,7 +219,10 @@ def _with_count(title: str, bars: Sequence[Bar]) -> str:
 def startup_table(groups: Sequence[RunGroup]) -> Iterator[Block]:
     """What workers did before their first iteration."""
     rows = [
-        (group.label, spent) for group in groups if (spent := startup_seconds(group)) is not None
+        (group.label, spent)
+        for group in groups
+        if (spent := startup_seconds(group)) is not None
+        and any(seconds >= NEGLIGIBLE_SECONDS for seconds in spent.values())
     ]
     # Without a GPU, finding the device and choosing the precision take microseconds.
     known = dict.fromkeys(part for _, spent in rows for part in spent)

@@ -106,7 +106,10 @@ def first_iteration_note(groups: Sequence[RunGroup]) -> Iterator[Text]:
     if not timed:
         return
     included = [group.label for group in timed if has_first(group)]
-    text = "Step times and phases exclude the first iteration (warm-up)."
+    which = "the first iteration (warm-up)"
+    if all(map(_begins_late, timed)):
+        which = "the first step that --steps selects"
+    text = f"Step times and phases exclude {which}."
     if included:
         whose = "all configurations" if len(included) == len(timed) else "; ".join(included)
         text += (
@@ -114,6 +117,12 @@ def first_iteration_note(groups: Sequence[RunGroup]) -> Iterator[Text]:
             " sums over the run."
         )
     yield note(text)
+
+
+def _begins_late(group: RunGroup) -> bool:
+    """Whether the measurement of a script began after its first step, so there is no warm-up."""
+    first = str(group.settings.values.get("steps", "")).partition(":")[0]
+    return group.settings.kind == "profile" and first.strip("0") != ""
 
 
 class RankRow(NamedTuple):
