@@ -70,6 +70,21 @@ def test_a_balanced_run_has_no_fault_but_a_bottleneck(tmp_path: Path) -> None:
     assert one.bottleneck.kind == "compute-bound"
 
 
+@pytest.mark.parametrize(
+    ("compute", "other", "kind"), [(30, 48, "bound by other code"), (48, 30, "compute-bound")]
+)
+def test_the_largest_part_of_a_step_is_its_bottleneck(
+    tmp_path: Path, compute: int, other: int, kind: str
+) -> None:
+    phases = {"forward": compute / 1e4, "exchange": 22e-4, "other": other / 1e4}
+    bounds = [
+        one
+        for one in find_in_script(write_script(tmp_path, FakeScript((phases, phases))))
+        if isinstance(one, found.StepBound)
+    ]
+    assert [one.bottleneck.kind for one in bounds] == [kind]
+
+
 @pytest.mark.parametrize("phase", ["input", "forward", "backward", "other"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_straggler_is_named_with_its_rank_and_phase(

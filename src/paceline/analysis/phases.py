@@ -37,7 +37,8 @@ WALL_PHASES = (*IN_ITERATION, *OUTSIDE)
 BOTTLENECK_SHARE = 0.5
 """A phase with at least this share of an iteration is its bottleneck."""
 MINOR_SHARE = 0.25
-"""With at most this share of exposed communication and waiting, compute is the bottleneck."""
+"""With at most this share of exposed communication and waiting, compute or other code is the
+bottleneck."""
 EXPLAINED = 0.5
 """The link explains communication if it takes at least this share of the exposed time."""
 TOLERANCE = 0.05
@@ -397,6 +398,8 @@ def find_bottleneck(group: RunGroup, measured: Sequence[CommMeasurement] = ()) -
     if shares["waiting"] >= MINOR_SHARE and shares["waiting"] > shares["communication"]:
         return Bottleneck(group.label, "wait-bound", "waiting", shares, split)
     if 1 - shares["compute"] - shares["other"] <= MINOR_SHARE:
+        if shares["other"] > shares["compute"]:
+            return Bottleneck(group.label, "bound by other code", "other", shares, split)
         return Bottleneck(group.label, "compute-bound", "compute", shares, split)
     if shares["waiting"] > shares["communication"]:
         return Bottleneck(group.label, "compute and waiting", "waiting", shares, split)
