@@ -94,7 +94,11 @@ class ClusterError(UsageError):
     """An emulated cluster that cannot be created, found or used."""
 
 
-class MissingMeasurementError(UsageError):
+class NoPredictionError(UsageError):
+    """A strategy that cannot be planned as requested; others may."""
+
+
+class MissingMeasurementError(NoPredictionError):
     """A plan that needs something that was not measured."""
 
     def __init__(self, missing: str, measure: str) -> None:

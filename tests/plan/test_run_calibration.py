@@ -189,6 +189,34 @@ def test_large_clusters_have_racks_and_failures(
 
 
 @pytest.mark.parametrize(
+    ("arguments", "planned", "note"),
+    [
+        (["--strategy", "single", "--workers", "1,2"], ["single"], "--strategy single: no plan"),
+        (
+            ["--strategy", "ring,local_sgd", "--racks", "2:2", "--workers", "4"],
+            ["ring"],
+            "--racks: no plan for strategy local_sgd",
+        ),
+    ],
+)
+def test_strategies_that_cannot_be_planned_are_skipped_with_a_note(
+    root: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    planned: list[str],
+    note: str,
+) -> None:
+    out = tmp_path / "plan.json"
+    assert main(["plan", str(root), *arguments, "--json", str(out)]) == 0
+    record = json.loads(out.read_text())
+    assert [each["strategy"] for each in record["predictions"]] == planned
+    (skipped,) = record["skipped"]
+    assert skipped.startswith(note)
+    assert note in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["{root}", "--workers", "0"], "--workers: must be a number from 1 to 10000, got '0'"),
@@ -226,7 +254,11 @@ def test_large_clusters_have_racks_and_failures(
         (["{root}", "--racks", "0:4"], "--racks: must be a number from 1 to 10000"),
         (["{root}", "--racks", "4:0.5"], "--racks: must be a number from 1 to 1000"),
         (["{root}", "--mtbf-hours", "nan"], "--mtbf-hours: must be a number from 0.001"),
-        (["{root}", "--strategy", "local_sgd", "--racks", "2:2"], "cannot be simulated worker by"),
+        (
+            ["{root}", "--strategy", "local_sgd", "--racks", "2:2"],
+            "--racks: no plan for strategy local_sgd: choose from gather_scatter,",
+        ),
+        (["{root}", "--strategy", "single", "--workers", "2"], "no plan for several workers"),
         (["{root}", "--model", "vgg11"], "--model vgg11: there are runs of lenet only"),
         (["{root}", "--json", "no/such/plan.json"], "--json: no such folder: no/such"),
         (["{root}/missing"], "is not a folder"),

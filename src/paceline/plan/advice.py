@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.analysis.noise_scale import relative_steps
-from paceline.errors import MissingMeasurementError
+from paceline.errors import NoPredictionError
 from paceline.plan.calibration import Calibration
 from paceline.plan.prediction import Prediction, Predictor, Target
 
@@ -67,16 +67,16 @@ def advise(
     """Choose among targets, and variants of them with other options and batch sizes."""
     scan, predictor = Predictor(calibration, SCAN_SAMPLES), Predictor(calibration)
     found: list[Candidate] = []
-    error: MissingMeasurementError | None = None
+    error: NoPredictionError | None = None
     for target in _variants(calibration, targets):
         try:
             prediction = scan.predict(target)
-        except MissingMeasurementError as missing:
+        except NoPredictionError as missing:
             error = error or missing
             continue
         found.append(Candidate(prediction, _score(calibration, prediction, price_per_worker_hour)))
     if not found:
-        raise error or MissingMeasurementError("every candidate", "other --strategy or --workers")
+        raise error or NoPredictionError("cannot recommend: choose other --strategy or --workers")
     ranked = sorted(found, key=_rank)
     best = ranked[0]
     others: dict[tuple[str, int, int], Candidate] = {}

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from paceline.errors import MissingMeasurementError, RecordsError, UsageError, suggest
+from paceline.errors import NoPredictionError, RecordsError, UsageError, suggest
 from paceline.plan.advice import EXACT_STRATEGIES, Advice, advise
 from paceline.plan.calibration import Calibration
 from paceline.plan.cluster_simulation import Day, Failures, Racks, simulate_days
@@ -81,7 +81,7 @@ def make_plan(paths: Sequence[str], request: Request, model: str | None = None) 
     check_options([*_strategies(calibration, request), *candidates], request.options)
     predictor = Predictor(calibration)
     found: list[Prediction] = []
-    missing: dict[str, MissingMeasurementError] = {}
+    skipped: dict[str, NoPredictionError] = {}
     links: Sequence[Link | None] = [*request.links] or [*calibration.links()] or [None]
     for link in links:
         for workers in request.workers:
@@ -91,11 +91,12 @@ def make_plan(paths: Sequence[str], request: Request, model: str | None = None) 
                     found.append(
                         predictor.predict(_target(calibration, request, strategy, workers, link))
                     )
-                except MissingMeasurementError as error:
-                    missing.setdefault(str(error), error)
+                except NoPredictionError as error:
+                    skipped.setdefault(str(error), error)
     # One worker is no plan, unless it was all that was requested.
-    if missing and all(each.target.workers == 1 for each in found):
-        raise next(iter(missing.values()))
+    is_single = bool(found) and request.strategies == ["single"]
+    if skipped and not is_single and all(each.target.workers == 1 for each in found):
+        raise next(iter(skipped.values()))
     failures = request.failures
     days = {} if failures is None else {n: simulate_days(n, failures) for n in request.workers}
     advice = None
@@ -106,7 +107,7 @@ def make_plan(paths: Sequence[str], request: Request, model: str | None = None) 
             for name in (candidates if workers > 1 else ["single"])
         ]
         advice = advise(calibration, targets, request.price_per_worker_hour)
-    return Plan(calibration, found, list(missing), days, advice)
+    return Plan(calibration, found, list(skipped), days, advice)
 
 
 def _strategies(calibration: Calibration, request: Request) -> list[str]:

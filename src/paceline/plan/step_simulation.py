@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from paceline.errors import MissingMeasurementError, UsageError, suggest
+from paceline.errors import MissingMeasurementError, NoPredictionError
 from paceline.plan.calibration import Gradient
 from paceline.plan.collective_cost import CollectiveTime
 from paceline.plan.job import Job, StepTime, link_bytes_of
@@ -30,12 +30,13 @@ SMALL_TENSOR_SHARE = 0.1
 
 
 def simulate_step(job: Job) -> StepTime:
-    """Return the duration of a step; UsageError if the strategy is not known."""
+    """Return the duration of a step; NoPredictionError if the strategy has none."""
     if job.workers == 1:
         return StepTime(job.compute.seconds, job.compute.seconds, 0.0)
     if job.strategy not in STRATEGIES:
-        raise UsageError(
-            f"--strategy: no plan for {job.strategy!r}: {suggest(job.strategy, STRATEGIES)}"
+        raise NoPredictionError(
+            f"--strategy {job.strategy}: no plan for several workers: choose from"
+            f" {', '.join(STRATEGIES)}"
         )
     return STRATEGIES[job.strategy](job)
 
@@ -80,14 +81,12 @@ def _reduced_bytes(job: Job, algorithm: str, sizes: Sequence[int]) -> float:
     return math.fsum(link_bytes_of("all_reduce", algorithm, job.workers, size) for size in sizes)
 
 
-def _overlap(job: Job) -> StepTime:
-    algorithm = job.options.get("algorithm", "library")
-    threads = GLOO_THREADS if algorithm == "library" else 1
-    return _in_buckets(job, algorithm, threads)
+BUCKET_STRATEGIES = ("overlap", "ddp")
 
 
-def _ddp(job: Job) -> StepTime:
-    return _in_buckets(job, "library", GLOO_THREADS)
+def bucket_algorithm(job: Job) -> str:
+    """The all-reduce algorithm of strategies with buckets."""
+    return job.options.get("algorithm", "library") if job.strategy == "overlap" else "library"
 
 
 def bucket_layout(job: Job) -> list[list[int]] | None:
@@ -109,7 +108,9 @@ def ready_order(gradients: Sequence[Gradient]) -> list[int]:
     return sorted(range(len(gradients)), key=lambda index: (gradients[index].ready, -index))
 
 
-def _in_buckets(job: Job, algorithm: str, threads: int) -> StepTime:
+def _in_buckets(job: Job) -> StepTime:
+    algorithm = bucket_algorithm(job)
+    threads = GLOO_THREADS if algorithm == "library" else 1
     layout = bucket_layout(job) or []
     sizes = [sum(job.gradients[index].size_bytes for index in bucket) for bucket in layout]
     ready = [max(job.gradients[index].ready for index in bucket) for bucket in layout]
@@ -202,8 +203,7 @@ def _periodic(
 
 STRATEGIES: dict[str, Callable[[Job], StepTime]] = {
     **dict.fromkeys(PRESETS, _averaging),
-    "overlap": _overlap,
-    "ddp": _ddp,
+    **dict.fromkeys(BUCKET_STRATEGIES, _in_buckets),
     "sharded": _sharded,
     "fsdp": _fsdp,
     "shared": _shared,
@@ -226,7 +226,10 @@ def exchanges_of(job: Job) -> list[tuple[str, str, float]]:
     if job.strategy == "sharded":
         padded = _padded_bytes(job)
         return [("reduce_scatter", "library", padded), ("all_gather", "library", padded)]
-    raise UsageError(f"--strategy {job.strategy}: cannot be simulated worker by worker")
+    names = ", ".join([*PRESETS, *BUCKET_STRATEGIES, "sharded"])
+    raise NoPredictionError(
+        f"--racks: no plan for strategy {job.strategy}: choose from {names}, or omit --racks"
+    )
 
 
 def local_steps(strategy: str, options: Mapping[str, str]) -> int:
