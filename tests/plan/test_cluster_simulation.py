@@ -14,6 +14,7 @@ from paceline.plan.cluster_simulation import (
     Floats,
     Racks,
     VectorizedCollectives,
+    racks_factor,
     simulate_cluster_step,
     simulate_day,
 )
@@ -29,10 +30,12 @@ STRATEGIES = [
 ]  # fmt: skip
 
 
-def job(strategy: str, workers: int) -> Job:
+def job(
+    strategy: str, workers: int, hosts: int | None = None, options: dict[str, str] | None = None
+) -> Job:
     return Job(
-        strategy, {}, workers, workers, GRADIENTS, 0, Compute(0.001, 0.01, 0.02, 0.002),
-        lambda *_: CollectiveTime(0.0, 0.0),
+        strategy, options or {}, workers, hosts or workers, GRADIENTS, 0,
+        Compute(0.001, 0.01, 0.02, 0.002), lambda *_: CollectiveTime(0.0, 0.0),
     )  # fmt: skip
 
 
@@ -86,6 +89,28 @@ def test_oversubscription_hurts_the_algorithm_that_crosses_racks_most() -> None:
 
     assert slowdown("ring") == pytest.approx(1.0)
     assert slowdown("halving_doubling") > 1.2
+
+
+def test_racks_hold_hosts() -> None:
+    """However many workers the hosts have; one host needs no uplink."""
+
+    def factor(workers: int, hosts: int, size: int) -> float:
+        return racks_factor(
+            job("halving_doubling", workers, hosts), lambda *_: LINEAR, Racks(size, 8.0)
+        )
+
+    assert factor(64, 64, 8) > 1.2
+    assert factor(64, 8, 8) == 1.0
+    assert factor(64, 1, 1) == 1.0
+    assert factor(64, 16, 8) > 1.0
+
+
+def test_buckets_cross_racks_by_their_algorithm() -> None:
+    def factor(options: dict[str, str]) -> float:
+        return racks_factor(job("overlap", 64, options=options), lambda *_: LINEAR, Racks(8, 8.0))
+
+    assert factor({}) == pytest.approx(1.0)
+    assert factor({"algorithm": "halving_doubling"}) > 1.2
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from paceline.errors import UsageError
 from paceline.plan.collective_cost import RoundTimes
 from paceline.plan.job import Job
-from paceline.plan.step_simulation import bucket_layout, exchanges_of
+from paceline.plan.step_simulation import bucket_algorithm, bucket_layout, exchanges_of
 
 Floats = NDArray[np.float64]
 Ranks = NDArray[np.int64]
@@ -33,7 +33,10 @@ class Racks:
     oversubscription: float = 1.0
 
     def slowdown(self, senders: Ranks, receivers: Ranks) -> Floats:
-        """How many times longer the transfer of each message takes because of the uplinks."""
+        """How many times longer the transfer of each message takes because of the uplinks.
+
+        Senders and receivers are numbers of hosts.
+        """
         source, target = senders // self.size, receivers // self.size
         crosses = source != target
         count = int(max(source.max(initial=0), target.max(initial=0))) + 1
@@ -52,9 +55,15 @@ CollectiveEnds = Callable[[Floats, str, str, float], Floats]
 class VectorizedCollectives:
     """When each worker ends a collective that it starts at its own time."""
 
-    def __init__(self, times: Callable[[str, str], RoundTimes], racks: Racks | None = None) -> None:
+    def __init__(
+        self,
+        times: Callable[[str, str], RoundTimes],
+        racks: Racks | None = None,
+        workers_per_host: int = 1,
+    ) -> None:
         """`times` returns the round times of an operation and algorithm."""
         self._times, self._racks = times, racks
+        self._workers_per_host = workers_per_host
 
     def __call__(self, starts: Floats, operation: str, algorithm: str, size_bytes: float) -> Floats:
         times = self._times(operation, algorithm)
@@ -108,7 +117,8 @@ class VectorizedCollectives:
     def _slowdown(self, senders: Ranks, receivers: Ranks) -> Floats:
         if self._racks is None:
             return np.ones(len(senders))
-        return self._racks.slowdown(senders, receivers)
+        per_host = self._workers_per_host
+        return self._racks.slowdown(senders // per_host, receivers // per_host)
 
     def _halving_doubling(self, starts: Floats, size_bytes: float, times: RoundTimes) -> Floats:
         workers = len(starts)
@@ -160,7 +170,7 @@ def simulate_cluster_step(job: Job, compute_factors: Floats, collective: Collect
             ready = max(job.gradients[index].ready for index in bucket)
             size = float(sum(job.gradients[index].size_bytes for index in bucket))
             starts = np.maximum(began + ready * compute_factors * compute.backward, link_free)
-            link_free = collective(starts, "all_reduce", "library", size)
+            link_free = collective(starts, "all_reduce", bucket_algorithm(job), size)
         return np.maximum(computed, link_free) + update
     ends = computed
     is_sharded = job.strategy == "sharded"
@@ -173,9 +183,11 @@ def simulate_cluster_step(job: Job, compute_factors: Floats, collective: Collect
 
 def racks_factor(job: Job, times: Callable[[str, str], RoundTimes], racks: Racks) -> float:
     """How many times longer a step takes with these racks than with one switch."""
-    even = np.ones(job.workers)
+    if job.hosts == 1:
+        return 1.0
+    even, per_host = np.ones(job.workers), -(-job.workers // job.hosts)
     with_racks, without = (
-        simulate_cluster_step(job, even, VectorizedCollectives(times, each)).max()
+        simulate_cluster_step(job, even, VectorizedCollectives(times, each, per_host)).max()
         for each in (racks, None)
     )
     return float(with_racks / without)
