@@ -9,6 +9,7 @@ import pytest
 
 from paceline.profiler.collective_log import (
     EXPOSED,
+    ON_GPU,
     OPERATIONS,
     POLLED,
     CollectiveLog,
@@ -28,6 +29,7 @@ def logs_of(
     machines: tuple[str, ...] = (),
     sizes: tuple[int, ...] = (),
     peers: tuple[int, ...] = (),
+    flags: int = 0,
 ) -> dict[int, RankCollectives]:
     """Write and read the logs of ranks of one group."""
     for rank, calls in enumerate(ranks):
@@ -38,7 +40,7 @@ def logs_of(
             size = sizes[rank] if sizes else 64
             peer = peers[rank] if peers else -1
             code = OPERATIONS.index(operation)
-            position = log.add(0, code, 0, sequence, size, Counts(), peer, arrival)
+            position = log.add(0, code, flags, sequence, size, Counts(), peer, arrival)
             log.end(position, end)
             if blocked_ended > blocked_began:
                 log.block(position, blocked_began, blocked_ended)
@@ -138,6 +140,20 @@ def test_clocks_of_machines_are_aligned_by_their_collectives(tmp_path: Path, off
     found = [waits.waited[rank].seconds for rank in range(2)]
     # Each collective is off by at most the time of the fastest transfer.
     assert found == pytest.approx(on_one_clock, abs=200 * 0.002)
+
+
+def test_launches_of_collectives_on_a_gpu_say_nothing_about_clocks(tmp_path: Path) -> None:
+    # The second rank launches 50 ms later, and each GPU takes 1 ms.
+    launches: list[list[Call]] = [
+        [("all_reduce", step + skew, step + skew + 0.001, 0.0, 0.0) for step in range(100)]
+        for skew in (1.0, 1.05)
+    ]
+    logs = logs_of(tmp_path, *launches, machines=("a", "b"), flags=ON_GPU)
+    for log in logs.values():
+        log.wall_offset = 1000.0
+    waits = separate_waits(logs)
+    assert waits.offsets.at(np.array([1]), np.array([50.0])).tolist() == [0.0]
+    assert waits.last_arrivals == {0: 0, 1: 0}
 
 
 def test_calls_with_different_sizes_or_operations_are_mismatches(tmp_path: Path) -> None:

@@ -3,6 +3,9 @@
 No rank of a symmetric collective ends before every rank has arrived. Each end on one machine is
 therefore after each arrival on another one, which bounds the offset between their clocks from both
 sides; the tightest bounds of many collectives are close to each other.
+
+Of collectives on a GPU, only the launch and the duration are known, which bound nothing. Without
+others, the offset is that of the times of day.
 """
 
 from __future__ import annotations
@@ -56,6 +59,7 @@ def measure_offsets(
         return offsets
     symmetric = [OPERATIONS.index(name) for name in SYMMETRIC]
     usable = is_complete & np.isin(table["operation"][begins], symmetric)
+    usable &= ~np.logical_or.reduceat(table["on_gpu"], begins)
     reference, *others = machines.values()
     first_arrivals, first_ends = _extremes(table, begins, reference)
     for ranks in others:

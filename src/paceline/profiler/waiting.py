@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from paceline.profiler.collective_log import (
     EXPOSED,
+    ON_GPU,
     OPERATIONS,
     GroupInfo,
     RankCollectives,
@@ -43,6 +44,7 @@ TABLE = np.dtype(
         ("root", "i8"),
         ("is_root", "?"),
         ("exposed", "?"),
+        ("on_gpu", "?"),
         ("arrival", "f8"),
         ("end", "f8"),
         ("blocked_began", "f8"),
@@ -143,6 +145,7 @@ def _table(logs: Mapping[int, RankCollectives]) -> tuple[npt.NDArray[Any], list[
             part[name] = records[name]
         part["rank"], part["root"] = rank, records["peer"]
         part["exposed"] = (records["flags"] & EXPOSED) != 0
+        part["on_gpu"] = (records["flags"] & ON_GPU) != 0
         for index, group in enumerate(log.groups):
             if group.key not in numbers:
                 numbers[group.key] = len(groups)
@@ -213,6 +216,8 @@ def _waits(
 
     complete = _is_complete(table, begins, groups)
     is_symmetric = complete & ~(is_from_root | is_to_root)[begins] & (lengths > 1)
+    # Programs only launch those on a GPU, and which GPU came last is not known.
+    is_symmetric &= ~np.logical_or.reduceat(table["on_gpu"], begins)
     for rank, times in zip(*np.unique(last_rank[is_symmetric], return_counts=True), strict=True):
         last_arrivals[int(rank)] = int(times)
 
