@@ -116,6 +116,12 @@ def test_ready_times_come_from_runs_that_measured_them(root: Path) -> None:
     assert found.has_ready_times
     # The last tensor of the model is ready first.
     assert [each.ready for each in found.gradients] == pytest.approx([0.9, 0.2])
+    # Damaged measurements do not count; all gradients stay.
+    result["workers"][0]["buckets"]["measurements"]["ready_seconds"] = [0.02, None]
+    path.write_text(json.dumps(result))
+    damaged = calibrate([str(root)])
+    assert len(damaged.gradients) == 2
+    assert not damaged.has_ready_times
 
 
 def test_the_command_predicts_and_writes_the_contract(

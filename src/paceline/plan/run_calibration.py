@@ -251,7 +251,9 @@ def _ready(run: Run, count: int) -> list[float] | None:
     seconds, total = measured.get("ready_seconds"), measured.get("backward_seconds")
     if not isinstance(seconds, list) or len(seconds) != count or not is_number(total) or not total:
         return None
-    return [min(max(each / total, 0.0), 1.0) for each in seconds if is_number(each)]
+    if not all(map(is_number, seconds)):
+        return None
+    return [min(max(each / total, 0.0), 1.0) for each in seconds]
 
 
 def measured_run(run: Run) -> MeasuredRun:
