@@ -20,6 +20,8 @@ WINDOWS_MIN = 3
 """Minimum number of slow windows of a straggler: one or two may be noise."""
 SUSTAINED = 0.8
 """It is slow in at least this share of the windows since it became slow."""
+CORE_WAIT_ERROR = 0.15
+"""Of the time without a core: less than this may be its effect, since caches are cold after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +135,7 @@ def _slowness(windows: RankWindows, queue: Floats, row: int) -> _Slowness | None
     if begin is None or len(steps) - begin < WINDOWS_MIN:
         return None
     usual = float(np.median(excess[begin:]))
-    # What is less than the time without a core may be its effect: caches are cold after it.
-    if usual < float(np.median(queue[row][begin:])):
+    if usual < CORE_WAIT_ERROR * float(np.median(queue[row][begin:])):
         return None
     # In synchronous training, what it takes longer is what the others wait longer.
     communication = windows.communication

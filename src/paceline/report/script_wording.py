@@ -129,8 +129,8 @@ def contention(core_waits: Sequence[float | None]) -> str:
     most = f" (up to {formatting.share(max(known))} of the training time)" if known else ""
     return (
         f"Step times and phases include the time in which a rank was ready to run but had no core"
-        f"{most}. No bottleneck is named, and no imbalance, straggler or slow input that costs less"
-        " than this time."
+        f"{most}. No bottleneck and no imbalance is named, nor a straggler or slow input that may"
+        " be due to this time."
     )
 
 
