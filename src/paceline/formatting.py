@@ -53,6 +53,11 @@ def percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.0f}%"
 
 
+def cores(cpu_percent: float | None) -> str:
+    """Format a sampled CPU percentage, which is of one core: 150% are 1.50 cores."""
+    return "-" if cpu_percent is None else f"{cpu_percent / 100:.2f} CPU cores"
+
+
 def share(value: float | None) -> str:
     """Format a fraction as a percentage."""
     return "-" if value is None else f"{value:.1%}"

@@ -82,6 +82,11 @@ def test_an_unchanged_script_gets_the_records_of_a_run(
     assert startup["imports"] > 0
     assert 0 < startup["preparation"] <= worker["phases"]["other"]
     assert "start-up" in printed.err
+    # With imports, which precede the wall time.
+    assert values["command_seconds"] > values["wall_seconds"] + startup["imports"] / 2
+    assert "after imports; the command took" in printed.err
+    columns = {row.split()[0]: row.index(str(tmp_path)) for row in printed.err.splitlines()[-2:]}
+    assert columns["records"] == columns["report"]
     assert worker["after_first"]["iterations"] == 199
     assert values["nodes"][0]["samples"] >= 2
     collection = collect(tmp_path / "run")

@@ -53,6 +53,28 @@ def test_the_terminal_names_faults_after_the_status(
     )
 
 
+def test_the_summary_and_the_page_have_the_same_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nodes = [{"node": 0, "cpu_percent_mean": 46.0, "machine_cpu_percent_mean": 96.0,
+              "rss_bytes_mean": 1e6, "rss_bytes_peak": 2e6}]  # fmt: skip
+    slow = {**BALANCED, "forward": 0.006}
+    script = FakeScript([BALANCED, slow], more={"nodes": nodes, "command_seconds": 21.0})
+    run = write_script(tmp_path, script)
+    assert run.result is not None
+    for rank, worker in enumerate(run.result["workers"]):
+        worker["iteration_seconds"]["first"] = 0.010 + 0.002 * rank
+    print_summary(RunFolder(run.folder.path), {**run.result, "measurement_overhead": {}})
+    summary = words(capsys.readouterr().out)
+    page = write_report(run.folder.path).page.with_suffix(".md").read_text()
+    assert "CPU 0.46 of 2 cores mean" in summary
+    assert "0.46 CPU cores on average" in page
+    assert "the command took 21.0 s" in summary
+    assert "21.0 s of the command" in page
+    assert "the first 11.00 ms, averaged over 2 workers" in summary
+    assert "| 11.00 ms |" in page
+
+
 def test_a_line_is_named_once_in_the_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

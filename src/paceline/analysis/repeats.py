@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -93,7 +94,6 @@ class StepTimeSummary:
     medians: list[float]
     p95s: list[float]
     firsts: list[float]
-    """Of the slowest rank."""
 
 
 def summarize_step_times(group: RunGroup) -> StepTimeSummary | None:
@@ -105,5 +105,5 @@ def summarize_step_times(group: RunGroup) -> StepTimeSummary | None:
         group.iteration_means,
         [timing.median for timing in timings],
         [timing.p95 for timing in timings],
-        [max(rank.first for rank in timing.ranks) for timing in timings],
+        [fmean(rank.first for rank in timing.ranks) for timing in timings],
     )

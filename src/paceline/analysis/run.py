@@ -87,6 +87,12 @@ class Run:
         """None while there is no result."""
         return self.result["wall_seconds"] if self.result else None
 
+    @property
+    def command_seconds(self) -> float | None:
+        """Of a profiled command, with its start and imports; None of other runs."""
+        value = (self.result or {}).get("command_seconds")
+        return value if is_number(value) else None
+
     def final(self, key: str) -> float | None:
         """A figure at the end of the run: of `final`, or a metric by its name."""
         if self.result is None:

@@ -83,9 +83,12 @@ def present(folder: RunFolder, result: Result, file: TextIO) -> None:
     from paceline.report.build import write_report
     from paceline.report.summary import print_summary
 
-    print_summary(folder, result, file)
-    # As `records`, relative if --out is.
-    file.write(f"report      {folder.path / write_report(folder.path).page.name}\n")
+    page = None
+    try:
+        # As `records`, relative if --out is.
+        page = folder.path / write_report(folder.path).page.name
+    finally:
+        print_summary(folder, result, file, page)
 
 
 def _seconds(text: str) -> float:

@@ -180,15 +180,19 @@ def write_result(
     warnings: Iterable[str] = (),
     post_mortem: Sequence[Mapping[str, Any]] = (),
     ends: Mapping[int, float] | None = None,
+    command_seconds: float | None = None,
 ) -> Result:
     """Write result.json and return its contents.
 
-    `ends`: when processes ended, as time of day, by process id.
+    `ends`: when processes ended, as time of day, by process id. `command_seconds`: of the whole
+    command, if there is one.
     """
     ranks = read_ranks(folder)
     communication = read_communication(folder)
     workers = make_workers(ranks, communication, ends or {})
     result = assemble(folder, settings, ranks, workers, status, cause)
+    if command_seconds is not None:
+        result["command_seconds"] = command_seconds
     result["warnings"] = [
         *warnings,
         *_warnings(folder, ranks),

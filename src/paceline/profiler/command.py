@@ -10,6 +10,7 @@ import os
 import shlex
 import signal
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -56,16 +57,27 @@ def profile(
     folder = RunFolder.create_at(path, settings)
     with folder.locked():
         watchdog = Watchdog(folder, hang_seconds, on_report)
+        began = time.perf_counter()
         running = _RunningCommand(command, folder, steps, has_trace, watchdog)
         watchdog.start()
         exit_code = running.wait()
+        command_seconds = time.perf_counter() - began
         warning = running.sampler.stop()
         reports = watchdog.stop()
         status, cause = describe_end(command[0], exit_code, running.received)
         warnings = [warning] if warning else []
         exit_code = exit_code if exit_code >= 0 else 128 - exit_code
         try:
-            result = write_result(folder, settings, status, cause, warnings, reports, watchdog.ends)
+            result = write_result(
+                folder,
+                settings,
+                status,
+                cause,
+                warnings,
+                reports,
+                watchdog.ends,
+                command_seconds,
+            )
         except (RunError, OSError) as error:
             failure = RunError(f"the records are incomplete: {error}")
             failure.exit_code = exit_code

@@ -6,6 +6,7 @@ Every run ends with it, so it imports nothing of pages and comparisons.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, TextIO, TypeGuard
 
 from rich.table import Table
@@ -37,8 +38,10 @@ UNRECORDED_SECONDS = 1.0
 """Ranks record their steps every half a second."""
 
 
-def print_summary(folder: RunFolder, result: Result, file: TextIO | None = None) -> None:
-    """Print to `file`, by default to standard output."""
+def print_summary(
+    folder: RunFolder, result: Result, file: TextIO | None = None, page: Path | None = None
+) -> None:
+    """Print to `file`, by default to standard output; `page` is the report of the run."""
     console = open_console(file=file)
     console.print()
     if result["workers"]:
@@ -54,10 +57,16 @@ def print_summary(folder: RunFolder, result: Result, file: TextIO | None = None)
         rows[1:1] = _script_rows(run)
         rows[:0] = [("pause", headline(one)) for one in run.post_mortems if is_pause(one)]
         rows += _contention(run)
-    for name, text in [*rows, *_restarts_and_warnings(result)]:
+    rows += _restarts_and_warnings(result)
+    for name, text in rows:
         facts.add_row(name, text)
-    facts.add_row("records", str(folder.path))
     console.print(facts)
+    # A path that is wrapped cannot be copied.
+    width = max(len("records"), *(len(name) for name, _ in rows)) + 2
+    for name, path in (("records", folder.path), ("report", page)):
+        if path is not None:
+            line = f"{name:<{width}}{path}"
+            console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
 def phase_table(result: Result) -> Table:
@@ -69,7 +78,8 @@ def phase_table(result: Result) -> Table:
     splits = [worker_breakdown(worker) for worker in (first, *others)]
     table = Table(box=None, pad_edge=False)
     table.add_column("phase")
-    for heading in ("seconds", *(f"rank {worker['rank']}" for worker in (first, *others))):
+    names = [f"rank {worker['rank']}" for worker in (first, *others)]
+    for heading in (f"{names[0]} (s)", *names):
         table.add_column(heading, justify="right")
     table.add_column()
     for phase in (*PHASES[:-1], STARTUP, PHASES[-1]):
@@ -135,6 +145,11 @@ def summary_rows(result: Result, step_seconds: float | None) -> list[tuple[str, 
     rows.append(
         ("iterations", f"{result['iterations']:,}; {_iteration_times(result, step_seconds)}")
     )
+    if (whole := result.get("command_seconds")) is not None:
+        wall = formatting.seconds(result["wall_seconds"])
+        rows.append(
+            ("wall time", f"{wall} after imports; the command took {formatting.seconds(whole)}")
+        )
     if shows_numerics(numerics := result["workers"][0].get("numerics")):
         rows.append(("precision", numerics_text(numerics)))
     if cuda_graph := result["workers"][0].get("cuda_graph"):
@@ -279,7 +294,7 @@ def _traffic(result: Result) -> str:
         if count["bytes_sent"]
     )
     hidden = worker.get("hidden_exchange_seconds")
-    tail = f"; {formatting.seconds(hidden)} overlapped communication" if hidden else ""
+    tail = f"; {formatting.seconds(hidden)} overlapped communication in all" if hidden else ""
     if hidden is None:
         tail = "; overlapped communication was not measured"
     return f"rank 0 sent {sent or 'nothing'}{tail}"

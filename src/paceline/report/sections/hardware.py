@@ -225,7 +225,8 @@ def _resource_answer(group: RunGroup) -> str:
     """Time, CPU and memory of one configuration, summed over nodes."""
     figures = (
         (group.values(lambda run: run.wall_seconds), formatting.seconds, "of wall time"),
-        (_node_sums(group, "cpu_percent_mean"), formatting.percent, "CPU on average"),
+        (group.values(lambda run: run.command_seconds), formatting.seconds, "of the command"),
+        (_node_sums(group, "cpu_percent_mean"), formatting.cores, "on average"),
         (_node_sums(group, "rss_bytes_mean"), formatting.size, "of memory on average"),
         (_node_sums(group, "rss_bytes_peak"), formatting.size, "at its peak"),
     )

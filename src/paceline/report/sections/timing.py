@@ -88,8 +88,7 @@ def iteration_time(context: SectionContext) -> Iterator[Block]:
         )
         text = (
             "Mean, median and 95th percentile are computed for each worker without its first"
-            " iteration, and averaged over the workers. First: the first iteration of the"
-            " slowest worker."
+            " iteration, and averaged over the workers, as is the first iteration."
         )
         if not context.is_one_run:
             text += (
