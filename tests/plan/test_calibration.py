@@ -47,6 +47,7 @@ def test_optional_fields_may_be_missing() -> None:
     for name in ("contention", "runs", "software", "has_ready_times"):
         del record[name]
     assert Calibration.from_dict(record) == calibration()
+    assert Calibration.from_dict({**record, "codecs": []}) == calibration()
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,8 @@ class Calibration:
                 f"{name} has version {record.get('version')} of calibrations, this paceline reads"
                 f" {VERSION}: measure again"
             )
-        values = {key: value for key, value in record.items() if key not in _HEADER}
+        ignored = {*_HEADER, *_FORMER}
+        values = {key: value for key, value in record.items() if key not in ignored}
         try:
             calibration: Self = parse(cls, values)
         except (TypeError, ValueError) as error:
@@ -213,6 +214,8 @@ class Calibration:
 
 
 _HEADER = ("schema", "kind", "version")
+_FORMER = ("codecs",)
+"""Fields of earlier calibrations, which nothing uses."""
 
 
 def parse(kind: Any, value: Any) -> Any:
