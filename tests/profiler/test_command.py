@@ -127,6 +127,8 @@ def test_the_last_event_of_a_rank_is_its_end(
     tmp_path: Path, script: str, flags: Sequence[str], status: str, cause: str | None
 ) -> None:
     profile(tmp_path, sys.executable, script, *flags)
+    # The exit of a process is not part of training, however it ends.
+    assert not result(tmp_path)["workers"][0].get("unrecorded_seconds")
     last = json.loads((tmp_path / "run" / "events-0.jsonl").read_text().splitlines()[-1])
     assert (last["event"], last["status"], last["cause"]) == ("end", status, cause)
 

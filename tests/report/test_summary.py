@@ -9,7 +9,7 @@ import pytest
 
 from paceline.analysis.run import open_run
 from paceline.records import Result, RunFolder
-from paceline.report.summary import print_summary
+from paceline.report.summary import print_summary, unrecorded_text
 from tests.support.records import FakeRun, write_asynchronous, write_run
 
 
@@ -175,6 +175,20 @@ def test_an_undisturbed_run_has_no_such_rows(
     message = account(tmp_path, capsys)
     assert "restarts" not in message
     assert "warning" not in message
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        ([7.5, 0.75], "the last 7.50 s of rank 0, 750.00 ms of rank 1: `wait` in a collective that"
+         " others never called, else `other`"),
+        ([7.5], "the last 7.50 s of rank 0: `other`"),
+        ([0.5, 0.5], ""),
+    ],
+)  # fmt: skip
+def test_all_ranks_that_were_killed_are_listed(seconds: list[float], expected: str) -> None:
+    workers = [{"rank": rank, "unrecorded_seconds": one} for rank, one in enumerate(seconds)]
+    assert unrecorded_text(workers) == expected
 
 
 def test_what_was_not_evaluated_has_no_row(

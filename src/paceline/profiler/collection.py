@@ -77,6 +77,11 @@ class RankRecord:
         return float(sum(self.last["phases"].values()))
 
     @property
+    def has_ended(self) -> bool:
+        """Whether it recorded everything up to its end; not if it was killed."""
+        return any(event["event"] == "end" for event in self.events)
+
+    @property
     def has_finished(self) -> bool:
         """Whether it recorded all that was to be measured."""
         return any(
@@ -238,6 +243,9 @@ def make_workers(
         if not rank.has_finished:
             # Of a rank on another machine, the end is not known.
             ended = ends.get(rank.start["process"], 0.0) - rank.start["perf_counter_offset"]
+            if rank.has_ended:
+                # What follows is the exit of the process, as of a rank that finished.
+                ended = 0.0
             wait = find_last_wait(communication.logs, rank.rank)
             waited = own.waits.waited[rank.rank] if own is not None else None
             add_last_interval(worker, moments["last"], max(moments["last"], ended), wait, waited)

@@ -207,14 +207,19 @@ def startup_text(startup: Mapping[str, float]) -> str:
 
 def unrecorded_text(workers: Sequence[Mapping[str, Any]]) -> str:
     """What ranks that were killed did not record themselves; empty if that is not notable."""
-    lost = [
-        f"{formatting.seconds(seconds)} of rank {worker['rank']}"
+    lost = {
+        int(worker["rank"]): seconds
         for worker in workers
-        if (seconds := worker.get("unrecorded_seconds") or 0.0) >= UNRECORDED_SECONDS
-    ]
+        if (seconds := worker.get("unrecorded_seconds") or 0.0)
+    }
+    if max(lost.values(), default=0.0) < UNRECORDED_SECONDS:
+        return ""
+    texts = [f"{formatting.seconds(seconds)} of rank {rank}" for rank, seconds in lost.items()]
     more = f" and {len(lost) - WORKERS_SHOWN} more ranks" if len(lost) > WORKERS_SHOWN else ""
-    text = f"the last {', '.join(lost[:WORKERS_SHOWN])}{more}"
-    return f"{text}: `wait` in a collective that others never called, else `other`" if lost else ""
+    counts_as = "`wait` in a collective that others never called, else `other`"
+    if len(workers) == 1:
+        counts_as = "`other`"
+    return f"the last {', '.join(texts[:WORKERS_SHOWN])}{more}: {counts_as}"
 
 
 def _iteration_times(result: Result, step_seconds: float | None) -> str:
