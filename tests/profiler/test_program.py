@@ -17,7 +17,7 @@ from torch.optim import SGD
 
 import paceline
 from paceline.comm.rank_info import RankInfo
-from paceline.errors import UsageError
+from paceline.errors import RecordsError, UsageError
 from paceline.profiler import FOLDER_VARIABLE
 from paceline.profiler.program import Profile
 from paceline.records import RunFolder
@@ -179,6 +179,16 @@ def train_as_rank(rank: int, folder: Path) -> None:
     assert (profile.result is None) == (rank == 1)
 
 
+def profile_a_name_that_exists(rank: int, folder: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    with (
+        pytest.raises(RecordsError, match="own exists already: choose another name"),
+        paceline.profile(out=str(folder), name="own"),
+    ):
+        pass
+    dist.destroy_process_group()
+
+
 def train_as_rank_of_torchrun(rank: int, folder: Path, port: int) -> None:
     """The program connects the ranks inside the block."""
     at = RankInfo(rank, 2, rank, 2, 0, 1, "127.0.0.1", port, has_external_store=True)
@@ -195,6 +205,19 @@ def train_with_ddp() -> None:
     optimizer = SGD(net.parameters(), lr=0.1)
     for batch in loader(4):
         train_step(net, optimizer, *batch)
+
+
+def test_an_existing_name_is_the_same_error_on_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    fork = multiprocessing.get_context("fork")
+    ranks = [
+        fork.Process(target=profile_a_name_that_exists, args=(rank, tmp_path)) for rank in range(2)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert [rank.exitcode for rank in ranks] == [0, 0]
 
 
 @pytest.mark.parametrize("is_connected_before", [True, False])

@@ -25,7 +25,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch does not 
 
 from paceline.comm.rank_info import RankInfo
 from paceline.config import RunSettings
-from paceline.errors import RunError, UsageError, error_line
+from paceline.errors import RecordsError, RunError, UsageError, error_line
 from paceline.measure.sampler import ResourceSampler
 from paceline.profiler import FOLDER_VARIABLE, session
 from paceline.profiler.collection import settings_of_command, write_result
@@ -56,7 +56,7 @@ def profile(
     """Measure the training in a `with` block, like `paceline profile`.
 
     `steps` and `trace` are those of the command line: the steps to measure, such as `20:120`, and
-    whether to write a timeline.
+    whether to write a timeline. RecordsError on all ranks if `name` exists in `out`.
     All ranks enter and leave the block; if torchrun did not start them, they call
     `init_process_group` before it. Under `paceline profile`, or inside another block, the program
     is measured already, and the block does nothing.
@@ -159,11 +159,10 @@ class _Ranks:
             except UsageError as error:
                 self._store.set("error", str(error))
                 self._store.set("folder", "")
-                raise
         self._store.wait(["folder"], timedelta(seconds=START_SECONDS))
         folder = self._store.get("folder").decode()
         if not folder:
-            raise UsageError(self._store.get("error").decode())
+            raise RecordsError(self._store.get("error").decode())
         return folder
 
     def processes(self) -> list[int]:
