@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from paceline.cli import main
+from paceline.profiler.collection import settings_of_command
 from paceline.records import RunFolder
 from paceline.report.build import write_report
+from paceline.report.sections.overview import command
 from paceline.report.summary import print_summary
 from tests.support.markdown_tables import facts_below
 from tests.support.script_records import BALANCED, FakeScript, line, write_script
@@ -73,6 +75,15 @@ def test_the_summary_and_the_page_have_the_same_figures(
     assert "21.0 s of the command" in page
     assert "the first 11.00 ms, averaged over 2 workers" in summary
     assert "| 11.00 ms |" in page
+
+
+def test_the_page_has_the_command_that_repeats_a_profile(tmp_path: Path) -> None:
+    words = ["torchrun", "train.py", "--steps", "3"]
+    settings = settings_of_command(words, "own", "20:40", has_trace=True)
+    again = "paceline profile --steps 20:40 --trace -- torchrun train.py --steps 3"
+    assert command(settings) == again
+    page = write_report(write_script(tmp_path, FakeScript()).folder.path).page.with_suffix(".md")
+    assert "To rerun it:" in page.read_text()
 
 
 def test_a_line_is_named_once_in_the_terminal(

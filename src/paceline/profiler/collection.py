@@ -151,9 +151,11 @@ class RankRecord:
         }
 
 
-def settings_of_command(command: Sequence[str], name: str | None, steps: str) -> RunSettings:
-    """The settings of a profile; `name` and `steps` only if they were given."""
-    given = {"name": name, "steps": steps}
+def settings_of_command(
+    command: Sequence[str], name: str | None, steps: str, *, has_trace: bool = False
+) -> RunSettings:
+    """The settings of a profile; those besides `command` only if they were given."""
+    given = {"name": name, "steps": steps, "trace": has_trace}
     values = {key: value for key, value in given.items() if value}
     return RunSettings("profile", {"command": list(command), **values})
 

@@ -51,7 +51,7 @@ def profile(
     be written; its exit code is that of the command.
     """
     StepWindow.parse(steps)
-    settings = settings_of_command(command, name, steps)
+    settings = settings_of_command(command, name, steps, has_trace=has_trace)
     script = settings.script or command[0]
     path = out / (name or default_name(out, Path(script.split()[0]).stem, "profile"))
     folder = RunFolder.create_at(path, settings)

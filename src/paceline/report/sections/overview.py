@@ -198,7 +198,7 @@ def configuration(context: SectionContext) -> Iterator[Block]:
         config = group.settings.config
         where = "" if config is None else where_to_type(config)
         if text := command(group.settings):
-            label = "Command" if context.is_one_run else group.label
+            label = "To rerun it" if context.is_one_run else group.label
             commands += [Text(f"{label}{repeats}{where}:"), Code(text)]
     if commands and not context.is_one_run:
         yield Text("To rerun a configuration:")
@@ -237,9 +237,10 @@ def _setting_column(name: str) -> Column[RunGroup]:
 def command(settings: RunSettings) -> str:
     """The command that repeats a run; empty if it is not known, as for a user's own loop."""
     if settings.kind == "profile" and settings.get("command"):
-        steps = ["--steps", settings.get("steps")] if settings.get("steps") else []
+        flags = ["--steps", str(settings.get("steps"))] if settings.get("steps") else []
+        flags += ["--trace"] if settings.get("trace") else []
         given = map(str, settings.get("command"))
-        return shlex.join(["paceline", "profile", *steps, "--", *given])
+        return shlex.join(["paceline", "profile", *flags, "--", *given])
     if settings.config is None:
         return ""
     values = non_default_values(settings.config)
