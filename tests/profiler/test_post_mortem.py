@@ -22,6 +22,7 @@ from paceline.analysis.events import IN_ITERATION
 from paceline.profiler.collective_log import (
     ASYNC,
     BACKWARD,
+    ON_GPU,
     OPERATIONS,
     RECORD,
     GroupInfo,
@@ -77,6 +78,20 @@ def test_a_rank_waits_for_those_that_have_not_called_its_collective() -> None:
     assert pending[0].seconds == pytest.approx(8.0)
     assert find_mismatches(logs) == []
     assert last_progress(list(logs.values())) == pytest.approx(1002.0)
+
+
+def test_a_rank_waits_in_a_collective_on_a_gpu_only_for_missing_ranks() -> None:
+    launched = (0, "all_reduce", 80, 0.0)
+    logs = {rank: log(rank, [launched]) for rank in range(3)}
+    for one in logs.values():
+        one.records["flags"] = ON_GPU
+    # The GPU may have executed it long ago.
+    assert find_pending(logs, now=1010.0) == {}
+    del logs[1]
+    assert {rank: one.missing for rank, one in find_pending(logs, now=1010.0).items()} == {
+        0: (1,),
+        2: (1,),
+    }
 
 
 def test_a_rank_without_any_call_is_missing() -> None:

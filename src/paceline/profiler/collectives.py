@@ -136,8 +136,10 @@ class CollectiveRecorder:
         self._groups: dict[str, _Group] = {}
         self._group_numbers = count()
         self._incarnations: dict[str, count[int]] = {}
-        self._polled: deque[Pending] = deque(maxlen=MAX_PENDING)
+        self._polled: deque[Pending] = deque()
         """Those without a callback at their end, in the order of their start."""
+        self.end_step = guard(self._poll)
+        """The end of what the program does not wait for is known by the end of a step."""
         self._has_nccl = False
         self._next_exact = 0.0
         self._random = Random(0)
@@ -334,7 +336,7 @@ class CollectiveRecorder:
     def _end_interval(self, interval: GpuInterval, position: int) -> None:
         interval.end()
         self._poll()
-        self._polled.append(Pending(interval, position, 0, is_on_gpu=True))
+        self._poll_later(Pending(interval, position, 0, is_on_gpu=True))
 
     def _launched(
         self,
@@ -356,7 +358,7 @@ class CollectiveRecorder:
         is_in_pass = task != -1 and self.blocked.section is None
         if is_nccl:
             # A future of NCCL is completed when the work is launched.
-            self._polled.append(pending)
+            self._poll_later(pending)
             if is_in_pass:
                 self._backward_passes.add_on_gpu(task)
         elif not is_async or operation.is_message:
@@ -367,7 +369,7 @@ class CollectiveRecorder:
         elif self.is_exact_due(perf_counter()):
             self.note_end(own, position)
         else:
-            self._polled.append(pending)
+            self._poll_later(pending)
 
     def is_exact_due(self, now: float) -> bool:
         """Whether the exact end of what begins now is noted; irregular, since buckets repeat."""
@@ -390,6 +392,12 @@ class CollectiveRecorder:
         pending = Pending(work, position, _address(tensor), is_on_gpu)
         self.pending[id(work)] = pending
         return pending
+
+    def _poll_later(self, pending: Pending) -> None:
+        if len(self._polled) >= MAX_PENDING:
+            # A record without an end is that of an operation in which the rank still is.
+            self.has_ended(self._polled.popleft().position, perf_counter())
+        self._polled.append(pending)
 
     def _poll(self) -> None:
         if self._has_nccl and is_capturing():

@@ -12,7 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from paceline.profiler.collective_log import OPERATIONS, GroupInfo, RankCollectives, Records
+from paceline.profiler.collective_log import (
+    ON_GPU,
+    OPERATIONS,
+    GroupInfo,
+    RankCollectives,
+    Records,
+)
 from paceline.profiler.process_facts import Stack, to_record
 from paceline.profiler.waiting import MESSAGES, Mismatch, separate_waits
 
@@ -113,13 +119,17 @@ def find_pending(logs: Mapping[int, RankCollectives], now: float) -> dict[int, P
                 continue
             group, sequence = log.groups[record["group"]], int(record["sequence"])
             operation = OPERATIONS[record["operation"]]
+            missing = missing_ranks(logs, log, record)
+            if record["flags"] & ON_GPU and not missing:
+                # The program only launched it, and notes its end with the next one.
+                continue
             found[rank] = PendingCollective(
                 operation,
                 group.name,
                 sequence,
                 int(record["bytes"]),
                 max(0.0, now - (float(record["arrival"]) + log.wall_offset)),
-                missing_ranks(logs, log, record),
+                missing,
             )
             break
     return found

@@ -88,6 +88,8 @@ class Session:
         if self._trace is not None:
             self._trace.step()
         self._calls.end_step()
+        if self._collectives is not None:
+            self._collectives.end_step()
         self.log.step(self.tracker)
         if self.log.window.is_over(self.tracker.steps):
             self._stop()
