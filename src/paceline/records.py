@@ -623,12 +623,17 @@ def cuda_graph_text(cuda_graph: Mapping[str, Any]) -> str:
 
 
 def noise_scale_text(noise: Mapping[str, Any]) -> str:
-    """Such as "412 samples (95% interval 300 to 610), measured at batch size 64"."""
+    """Such as "412 samples (95% interval 300 to 610), measured at batch size 64".
+
+    Without a value, "at least 93 samples (95% confidence)".
+    """
     if noise.get("batch") is None:
         return f"not measured: {noise['reason']}"
     value, low, high = noise["value"], noise["low"], noise["high"]
     text = "unknown" if value is None else f"{value:,.0f} samples"
-    if low is not None:
+    if value is None and low is not None:
+        text = f"at least {low:,.0f} samples (95% confidence)"
+    elif low is not None:
         interval = f"at least {low:,.0f}" if high is None else f"{low:,.0f} to {high:,.0f}"
         text += f" (95% interval {interval})"
     return f"{text}, measured at batch size {noise['batch']:,.0f}"

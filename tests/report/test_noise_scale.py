@@ -11,7 +11,7 @@ import pytest
 from paceline.analysis.noise_scale import noise_curve
 from paceline.analysis.run import open_run
 from paceline.measure.noise_scale import SAMPLE_KEYS, NoiseSample, estimate
-from paceline.records import RunFolder
+from paceline.records import RunFolder, noise_scale_text
 from paceline.report.build import write_report
 from paceline.report.summary import print_summary
 from tests.support.records import FakeRun, write_run
@@ -65,6 +65,21 @@ def test_summary_and_report_show_the_measured_noise_scale(
     assert curve is not None
     assert curve.iterations[-1] == 1000
     assert curve.values[-1] == pytest.approx(found.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "low", "high", "text"),
+    [
+        (412.0, 300.0, None, "412 samples (95% interval at least 300)"),
+        (None, 93.0, None, "at least 93 samples (95% confidence)"),
+        (None, None, None, "unknown"),
+    ],
+)
+def test_a_noise_scale_without_an_upper_limit_says_what_is_known(
+    value: float | None, low: float | None, high: float | None, text: str
+) -> None:
+    noise = {"value": value, "low": low, "high": high, "batch": 64}
+    assert noise_scale_text(noise) == f"{text}, measured at batch size 64"
 
 
 def test_reason_is_shown_only_if_the_noise_scale_was_asked_for(
