@@ -148,3 +148,13 @@ def test_round_trips_are_measured_by_links_of_different_latency() -> None:
     far = timing("all_reduce", "ring", 1e-3 + 2 * 1.5e-3, 1e8, link=Link(1e9, 1e-3))
     assert measured_round_trips([near, far]) == pytest.approx(1.5, rel=1e-3)
     assert measured_round_trips([near]) == 1.0
+
+
+def test_the_latency_of_a_slow_link_does_not_include_its_transfers() -> None:
+    link, latency = Link(1e8), 0.2e-3
+    points = tuple(
+        SizePoint(size, (2 * (latency + size / 2 / link.bytes_per_second),) * 5)
+        for size in (2**step for step in range(10, 25))
+    )
+    timing = CollectiveTiming("gloo", "all_reduce", "ring", 2, 2, link, points)
+    assert RoundTimes.of(timing).latency_seconds == pytest.approx(latency, rel=0.35)

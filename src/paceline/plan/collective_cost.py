@@ -229,7 +229,9 @@ def _fit(sizes: Floats, seconds: Floats, small_bytes: float) -> tuple[float, flo
         # One kind of rounds shows only a line.
         slope, offset = _robust_line(sizes, seconds)
         return max(offset, 0.0), slope, max(offset, 0.0)
-    latency = float(np.median(seconds[is_small]))
+    # The smallest of them, since a slow link also needs time for the bytes of the others.
+    smallest = np.argsort(sizes)[: max(1, int(is_small.sum()) // 2)]
+    latency = float(np.median(seconds[smallest]))
     if (~is_small).sum() == 1:
         slope = float(max(seconds[~is_small][0] - latency, 0.0) / sizes[~is_small][0])
         return latency, slope, latency
