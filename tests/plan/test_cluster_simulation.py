@@ -20,7 +20,7 @@ from paceline.plan.cluster_simulation import (
 )
 from paceline.plan.collective_cost import CollectiveTime, RoundTimes
 from paceline.plan.job import Compute, Job
-from paceline.plan.message_simulation import Network, messages_of, simulate
+from tests.support.message_simulation import Network, messages_of, simulate
 
 LATENCY, RATE = 1e-4, 1.25e9
 LINEAR = RoundTimes(LATENCY, 1 / RATE)

@@ -18,8 +18,8 @@ from paceline.plan.collective_cost import (
     rounds_of,
 )
 from paceline.plan.links import Link
-from paceline.plan.message_simulation import Network, simulated_seconds
 from tests.support.calibrations import timing
+from tests.support.message_simulation import Network, simulated_seconds
 
 LATENCY, RATE = 1e-3, 1e8
 LINEAR = RoundTimes(LATENCY, 1 / RATE)

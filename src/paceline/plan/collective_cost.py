@@ -1,8 +1,8 @@
 """Time of collectives: rounds of messages, each as long as a measured round of that size.
 
 An algorithm on P workers is a sequence of rounds (`rounds_of`). In a round, workers exchange
-messages, and the busiest link carries `link_bytes` in one direction. `simulate` derives this from
-the messages themselves; the rounds are its closed form, which also serves 10,000 workers.
+messages, and the busiest link carries `link_bytes` in one direction. This is the closed form
+of a simulation of the messages themselves (tests/support/message_simulation.py).
 
 The time of one round, by bytes, is measured with two workers or a few more (`RoundTimes`): a
 measurement of r equal rounds takes r times as long as one of them. It includes what an alpha-beta

@@ -3,7 +3,7 @@
 `messages_of` lists the messages of an algorithm, round by round. A worker starts its next round
 when it has sent and received those of the current one. A message takes half a round trip plus its
 transfer; messages that share a link, at their sender, their receiver or between racks, share its
-bandwidth fairly. `rounds_of` (collective_cost.py) is the closed form of the result.
+bandwidth fairly. `rounds_of` (plan/collective_cost.py) is the closed form of the result.
 """
 
 from __future__ import annotations
