@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 from paceline.profiler import device_copies
+from paceline.profiler.collection import RankRecord
 from paceline.profiler.device_copies import DeviceCopies
 from paceline.profiler.hooks import Hooks
 from paceline.profiler.step_tracker import StepTracker
@@ -79,6 +80,10 @@ def test_copies_are_counted_by_line(counted: DeviceCopies, tracker: StepTracker)
     assert found["pageable_bytes"] == found["bytes"]
     assert found["gpu_seconds"] == pytest.approx(0.02)
     assert tracker.timed_calls == 20
+    totals = RankRecord({}, events=[counted.records()]).host_to_device
+    # Those of the first step may have begun before.
+    assert totals is not None
+    assert (totals["iterations"], totals["count"], totals["bytes"]) == (9, 20, 20 * 1024)
     torch.testing.assert_close(on_gpu.as_subclass(Tensor), batch)
 
 
@@ -104,6 +109,21 @@ def test_other_copies_do_not_count(counted: DeviceCopies, tracker: StepTracker) 
     assert records(counted) == []
     # An interval costs the program two events of CUDA.
     assert Interval.devices == []
+
+
+def test_steps_of_which_all_copies_are_counted(tracker: StepTracker) -> None:
+    torch._dynamo.reset()
+    copies, hooks = DeviceCopies(tracker), Hooks()
+    assert copies.records() == {}
+    tracker.steps = 3
+    copies.install(hooks, lambda function: function)
+    hooks.remove()
+    # The fourth step, whose update installs it, has made its copies.
+    counts = []
+    for tracker.steps in (3, 4, 10):
+        counts.append(copies.records()["copies_steps"])
+    assert counts == [0, 0, 6]
+    assert RankRecord({}, events=[copies.records()]).host_to_device is None
 
 
 @pytest.mark.parametrize("target", ["cuda:1", torch.device("cuda", 1), 1])

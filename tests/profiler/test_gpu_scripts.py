@@ -202,7 +202,8 @@ def test_copies_to_the_gpu_and_read_backs(tmp_path: Path, is_pinned: bool) -> No
     # Those of the first step come before it is known that there is a GPU.
     steps = STEPS - 1
     size_bytes = steps * (BATCH * WIDTH * 4 + BATCH * 4)
-    assert (copies["count"], copies["bytes"]) == (2 * steps, size_bytes)
+    assert (copies["iterations"], copies["count"]) == (steps, 2 * steps)
+    assert copies["bytes"] == size_bytes
     assert copies["pageable_bytes"] == (0 if is_pinned else size_bytes)
     assert 0 < copies["gpu_seconds"] < result["wall_seconds"]
     named = findings(tmp_path)

@@ -73,6 +73,13 @@ def test_copies_to_the_gpu_are_shown_per_iteration(tmp_path: Path) -> None:
     )
 
 
+def test_copies_are_divided_by_the_iterations_in_which_they_were_counted(tmp_path: Path) -> None:
+    copies = {"iterations": 400, "count": 800, "bytes": 400 << 20, "pageable_bytes": 0,
+              "seconds": 0.4, "gpu_seconds": 0.2}  # fmt: skip
+    row = facts_below(page_of(tmp_path, GPU, None, copies), "copies to the GPU")
+    assert (row["per iteration"], row["bytes"], row["program"]) == ("2.0", "1.0 MB", "1.00 ms")
+
+
 def test_without_or_with_damaged_copies_there_is_no_table(tmp_path: Path) -> None:
     for number, copies in enumerate(({}, {"count": 1, "bytes": 0}, "1", None)):
         page = page_of(tmp_path / str(number), None, None, copies)

@@ -149,8 +149,12 @@ def host_copies(group: RunGroup) -> list[dict[str, Any]]:
     found = []
     for run in group.finished:
         for worker in run.workers:
-            copies, iterations = worker.get("host_to_device"), run.iterations
-            if not isinstance(copies, dict) or not iterations:
+            copies = worker.get("host_to_device")
+            if not isinstance(copies, dict):
+                continue
+            # Copies are counted in other iterations than times; earlier records do not say so.
+            iterations = copies.get("iterations", run.iterations)
+            if not is_number(iterations) or iterations <= 0:
                 continue
             if all(is_number(copies.get(key)) for key in COPY_KEYS) and copies["bytes"] > 0:
                 per_iteration = {key: copies[key] / iterations for key in COPY_KEYS}

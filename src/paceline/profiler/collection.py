@@ -98,11 +98,12 @@ class RankRecord:
     @property
     def host_to_device(self) -> dict[str, float] | None:
         """Copies to the GPU by all lines; None if there are none."""
-        facts = [one["copies"] for one in self.events if "copies" in one]
-        if not facts:
+        facts = [one for one in self.events if "copies" in one]
+        if not facts or not facts[-1]["copies"]:
             return None
         names = ("count", "bytes", "pageable_bytes", "seconds", "gpu_seconds")
-        return {name: sum(site[name] for site in facts[-1]) for name in names}
+        totals = {name: sum(site[name] for site in facts[-1]["copies"]) for name in names}
+        return {"iterations": int(facts[-1]["copies_steps"]), **totals}
 
     def account(self) -> dict[str, Any]:
         """The entry of the rank in `workers` of result.json, without its communication."""

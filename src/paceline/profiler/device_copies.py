@@ -94,6 +94,8 @@ class DeviceCopies:
         self._sites: dict[tuple[CodeType, int], CopySite] = {}
         """By instruction, since looking up the number of a line takes longer."""
         self._lines: dict[tuple[str, tuple[str, int]], CopySite] = {}
+        self._first_step: int | None = None
+        """The first one of which all copies are counted; None: none are."""
         self._pending: deque[tuple[CopySite, int, GpuInterval]] = deque(maxlen=MAX_PENDING)
 
     def install(self, hooks: Hooks, guard: Guard) -> None:
@@ -112,12 +114,14 @@ class DeviceCopies:
                 methods.remove()
                 self._lines.clear()
                 self._sites.clear()
+                self._pending.clear()
                 original(handler, *args)
 
             return run_start_callbacks
 
         hooks.replace(callback.CompilationCallbackHandler, "run_start_callbacks", make_start)
         self._replace_methods(methods, guard)
+        self._first_step = self._tracker.steps + 1
 
     def _replace_methods(self, methods: Hooks, guard: Guard) -> None:
         begin, end, modes = guard(self._begin), guard(self._end), _dispatch_modes
@@ -194,10 +198,12 @@ class DeviceCopies:
             site.timed_seconds += interval.seconds()
 
     def records(self) -> dict[str, Any]:
-        """Totals since the start; nothing if the script makes no copies."""
+        """Totals since the start, and the number of steps with them."""
+        if self._first_step is None:
+            return {}
         self._settle()
         found = [site.to_record() for site in self._lines.values() if site.count]
-        return {"copies": found} if found else {}
+        return {"copies": found, "copies_steps": max(0, self._tracker.steps - self._first_step)}
 
 
 def _target_of_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
