@@ -250,7 +250,7 @@ def test_several_ranks_that_do_the_same_are_named_together() -> None:
     state = {"ended": None, "collective": None, "line": "train.py:3 in load", "stack": [1]}
     ranks = [{"rank": rank, **state} for rank in range(3)]
     assert list(lines({"mismatches": [], "ranks": ranks})) == [
-        "ranks 0-2 run, at train.py:3 in load"
+        "ranks 0-2 are not in a collective, at train.py:3 in load"
     ]
 
 
@@ -353,7 +353,7 @@ def test_a_stalled_rank_is_named_with_its_line(tmp_path: Path) -> None:
     assert stalled["collective"] is None
     assert stalled["line"].endswith(" in stall")
     text = [headline(report), *lines(report)]
-    assert text[1].startswith("rank 1 runs, at train.py:")
+    assert text[1].startswith("rank 1 is not in a collective, at train.py:")
     assert text[2].startswith(
         "rank 0 waits for rank 1 in all_reduce of 400 B (number 10 of group 0) for"
     )

@@ -123,7 +123,7 @@ class Prediction:
     memory_bytes: float | None
     """Of a worker, without dataset, Python and libraries; None if it was not measured."""
     extrapolated: tuple[str, ...]
-    """Why this is outside of the measured range; empty if it is inside."""
+    """Why this is outside the measured range; empty if it is inside."""
 
     def to_dict(self) -> dict[str, Any]:
         target = self.target

@@ -14,6 +14,7 @@ RANKS_SHOWN = 16
 """Ranks that do the same are named together, so only unusual jobs have more lines."""
 
 ERROR_WIDTH = 120
+PLURALS = {"is": "are", "waits": "wait"}
 SOURCE_PLACE = re.compile(r"\[/\S+:\d+\] ")
 
 Report = Mapping[str, Any]
@@ -65,7 +66,7 @@ def lines(report: Report) -> Iterator[str]:
 
 
 def _plural(doing: str) -> str:
-    return re.sub(r"^(run|wait)s\b", r"\1", doing)
+    return re.sub(r"^(is|waits)\b", lambda found: PLURALS[found[0]], doing)
 
 
 def _state(report: Report, rank: int) -> Mapping[str, Any]:
@@ -79,7 +80,8 @@ def _doing(state: Mapping[str, Any]) -> str:
         return f"{_end(state)}{at}"
     collective = state["collective"]
     if collective is None:
-        return f"runs{at}" if state["stack"] else "runs; its stack could not be read"
+        stack = at if state["stack"] else "; its stack could not be read"
+        return f"is not in a collective{stack}"
     spent = formatting.seconds(collective["seconds"])
     missing = collective["missing_ranks"]
     what = _call(collective)

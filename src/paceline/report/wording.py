@@ -91,7 +91,7 @@ def script_sentence(verdict: Verdict) -> str:
     if len(verdict.groups) != 1 or not verdict.scripts or not verdict.scripts[0].faults:
         return ""
     first, *others = verdict.scripts[0].faults
-    more = f" {len(others)} more below." if others else ""
+    more = f" {len(others)} more finding{'s' * (len(others) > 1)} below." if others else ""
     return f" {script_wording.subject(first)}: {script_wording.sentence(first)}{more}"
 
 
