@@ -55,6 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
             "paceline profile needs a COMMAND: such as"
             " `paceline profile -- torchrun --nproc-per-node 2 train.py`"
         )
+    from paceline.profiler.collection import is_empty
     from paceline.profiler.command import profile
 
     outcome = profile(
@@ -66,7 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
         hang_seconds=arguments.hang_seconds,
         on_report=_print_post_mortem,
     )
-    if not arguments.quiet:
+    # An empty profile leaves only its warnings.
+    if not arguments.quiet or is_empty(outcome.result):
         try:
             present(outcome.folder, outcome.result, sys.stderr)
         except RecordsError as error:
@@ -77,7 +79,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def present(folder: RunFolder, result: Result, file: TextIO) -> None:
     """Print the summary of a profile and write its report; one line if nothing was measured."""
-    if not result["workers"] and not result.get("post_mortem"):
+    from paceline.profiler.collection import is_empty
+
+    if is_empty(result):
         file.write("".join(f"paceline: {text}\n" for text in result["warnings"]))
         return
     from paceline.report.build import write_report

@@ -223,6 +223,24 @@ def write_result(
     return result
 
 
+def is_empty(result: Result) -> bool:
+    """Whether nothing was measured, and nothing failed that a post-mortem describes."""
+    return not result["workers"] and not result.get("post_mortem")
+
+
+def discard_if_empty(folder: RunFolder, result: Result) -> None:
+    """Remove the folder of a profile that measured nothing, so that its name can be used again."""
+    if is_empty(result):
+        patterns = (
+            "result.json",
+            "resources-*.jsonl",
+            "collectives-*.*",
+            WARNINGS_FILE,
+            *TRANSIENT,
+        )
+        folder.discard([file for pattern in patterns for file in folder.path.glob(pattern)])
+
+
 def read_so_far(folder: RunFolder, settings: RunSettings) -> Result:
     """What the result would be if the command, which is still running, ended now."""
     ranks = read_ranks(folder)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from paceline.errors import RunError, UsageError
 from paceline.measure.sampler import ResourceSampler
 from paceline.profiler import FOLDER_VARIABLE, STEPS_VARIABLE, TRACE_VARIABLE
-from paceline.profiler.collection import settings_of_command, write_result
+from paceline.profiler.collection import discard_if_empty, settings_of_command, write_result
 from paceline.profiler.step_window import StepWindow
 from paceline.profiler.watchdog import OnReport, Watchdog
 from paceline.records import Result, RunFolder, default_name
@@ -78,6 +78,7 @@ def profile(
                 watchdog.ends,
                 command_seconds,
             )
+            discard_if_empty(folder, result)
         except (RunError, OSError) as error:
             failure = RunError(f"the records are incomplete: {error}")
             failure.exit_code = exit_code
