@@ -161,3 +161,15 @@ def test_a_hang_that_ended_is_named_first(
     print_summary(run.folder, run.result)
     facts = words(capsys.readouterr().out).partition("100.0% ")[2]
     assert facts.startswith(f"pause {pause} status finished")
+
+
+def test_phases_that_exceed_the_step_time_are_explained(tmp_path: Path) -> None:
+    """Such as with an all-reduce after each evaluation, which is not part of a step."""
+    why = "phases add up to more than the step time"
+    run = write_script(tmp_path, FakeScript())
+    assert why not in write_report(run.folder.path).page.with_suffix(".md").read_text()
+    result = run.folder.read_result()
+    assert result is not None
+    result["workers"][0]["after_first"]["phases"]["exchange"] += 0.1
+    run.folder.write_result(result)
+    assert why in write_report(run.folder.path).page.with_suffix(".md").read_text()

@@ -9,6 +9,7 @@ from paceline import formatting
 from paceline.analysis.phases import (
     COMPUTE_PHASES,
     has_first,
+    rank_splits,
 )
 from paceline.analysis.ranks import (
     RankWork,
@@ -38,6 +39,9 @@ from paceline.report.sections.common import (
 MAX_RANK_ROWS = 80
 NOTABLE = 0.05
 """A difference between ranks that is worth reporting, as a share of an iteration."""
+
+NOTABLE_EXCESS = 0.005
+"""Rounding of recorded times is less."""
 
 
 @section("iteration_time", "Time per iteration")
@@ -115,7 +119,21 @@ def first_iteration_note(groups: Sequence[RunGroup]) -> Iterator[Text]:
             f" Exception: the phases of {whose} include it, since the records hold them only as"
             " sums over the run."
         )
+    if any(map(_has_phases_between_steps, timed)):
+        text += (
+            " Phases include input and communication between an evaluation or a checkpoint and the"
+            " next step, which step times exclude: phases add up to more than the step time."
+        )
     yield note(text)
+
+
+def _has_phases_between_steps(group: RunGroup) -> bool:
+    """Such as an all-reduce of the accuracy after an evaluation, which only scripts have."""
+    splits = [one for run in group.measured for one in rank_splits(run).values()]
+    return group.settings.kind == "profile" and any(
+        one.seconds is not None and one.split.total > one.seconds * (1 + NOTABLE_EXCESS)
+        for one in splits
+    )
 
 
 def _begins_late(group: RunGroup) -> bool:
@@ -159,8 +177,7 @@ def ranks(context: SectionContext) -> Iterator[Block]:
     if len(rows) > MAX_RANK_ROWS:
         yield note(f"The first {MAX_RANK_ROWS} of {len(rows):,} workers.")
     yield note(
-        "Compute (with input), communication and waiting are parts of the time per iteration."
-        " Balance: mean"
+        "Compute (with input), communication and waiting: phases of an iteration. Balance: mean"
         " compute time over that of the worker that computes longest."
         + ("" if context.is_one_run else " Values are means over the finished repeats.")
     )
