@@ -321,7 +321,7 @@ def test_an_interval_of_less_ends_at_all_of_the_time(tmp_path: Path) -> None:
     verdict = judged(tmp_path)
     assert verdict.lead is not None
     assert verdict.lead.high > 1
-    assert "to 100.0%)" in headline(verdict)
+    assert "more to 100.0% less)" in headline(verdict)
 
 
 def test_one_repeat_of_few_iterations_is_too_little_to_tell(tmp_path: Path) -> None:

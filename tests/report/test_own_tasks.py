@@ -48,7 +48,9 @@ def test_nothing_mentions_the_accuracy_of_a_task_without_one(
     assert result is not None
     print_summary(folder, result)
     summary = " ".join(capsys.readouterr().out.split())
-    assert "test set loss 0.5000; training loss 0.4000" in summary
+    assert (
+        "test set loss 0.5000; training loss 0.4000 (mean of the last steps, up to 100)" in summary
+    )
     compared = read_comparison([str(tmp_path / name) for name in ("a", "b")])
     write_comparison(compared, tmp_path / "comparison.html")
     page = (tmp_path / "comparison.html").read_text()

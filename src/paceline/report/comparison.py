@@ -146,7 +146,7 @@ FIGURES: dict[str, Callable[[RunGroup], str]] = {
     "training loss": _mean(lambda run: run.final("train_loss"), formatting.number),
     "wall time": _mean(lambda run: run.wall_seconds, formatting.seconds),
     "time to target": _mean(lambda run: run.seconds_to_target, formatting.seconds),
-    "updates": _mean(lambda run: run.iterations, formatting.count),
+    "iterations": _mean(lambda run: run.iterations, formatting.count),
     "workers changed": _world_sizes,
     "iteration, mean": _mean(lambda run: run.iteration_seconds, formatting.seconds),
     "iteration, median": lambda group: formatting.seconds(

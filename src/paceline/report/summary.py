@@ -107,6 +107,13 @@ def _accuracy(result: Result) -> str:
     return f"accuracy {formatting.number(accuracy)}{views_text(result)}, "
 
 
+def _training_loss(final: Mapping[str, Any]) -> str:
+    """The last loss in the progress line is another: that of a single block of steps."""
+    loss = final.get("train_loss")
+    text = f"loss {formatting.number(loss)}"
+    return text if loss is None else f"{text} (mean of the last steps, up to 100)"
+
+
 def _more_metrics(result: Result) -> str:
     return "".join(
         f", {name.replace('_', ' ')} {formatting.number(value)}"
@@ -131,11 +138,11 @@ def summary_rows(result: Result, step_seconds: float | None) -> list[tuple[str, 
                 "test set",
                 f"{_accuracy(result)}loss {formatting.number(final['test_loss'])}"
                 f"{_more_metrics(result)};"
-                f" training loss {formatting.number(final.get('train_loss'))}",
+                f" training {_training_loss(final)}",
             )
         )
     elif final.get("train_loss") is not None:
-        rows.append(("training", f"loss {formatting.number(final['train_loss'])}"))
+        rows.append(("training", _training_loss(final)))
     if result["seconds_to_target"] is not None:
         config = result["config"]
         accuracy, loss = config["target_accuracy"], config.get("target_loss")

@@ -206,8 +206,12 @@ def _less_time(gap: Difference) -> str:
 
 def _interval(gap: Difference) -> str:
     # Nothing takes less than no time, whatever the interval's arithmetic gives.
-    span = f"{formatting.share(gap.low)} to {formatting.share(min(gap.high, 1.0))}"
-    return f"{interval_name(gap)} {span}"
+    high = formatting.share(min(gap.high, 1.0))
+    low = formatting.share(gap.low)
+    if gap.low < 0 < gap.high:
+        # A sign would say the opposite of the same interval in the table of differences.
+        low, high = f"{formatting.share(-gap.low)} more", f"{high} less"
+    return f"{interval_name(gap)} {low} to {high}"
 
 
 def format_difference(
