@@ -41,6 +41,7 @@ def test_a_job_is_measured_and_planned(tmp_path: Path, monkeypatch: pytest.Monke
         ([], "plan: give records, or --model NAME to measure it in short runs"),
         (["--model=lenett"], "unknown model 'lenett': did you mean lenet?"),
         (["--model=lenet", "--strategy=ringg"], "'ringg'"),
+        (["--model=lenet", "-o", "evry=2"], "-o evry: none of the strategies has this option"),
         (["--model=lenet", "--cluster=nodes=0"], "nodes=1 to nodes=250"),
         (["--model=lenet", "--cluster=nodes=3"], "--cluster: must have two nodes"),
         (["--model=lenet", "--batch-size=1"], "--batch-size: must be at least 2"),
