@@ -44,6 +44,12 @@ def test_rows_have_the_metrics_that_do_not_follow_from_the_loss(
     assert len(header) == len(row)
 
 
+def test_plain_progress_says_whose_throughput_it_has() -> None:
+    out = io.StringIO()
+    PlainDisplay(out, 0.0).update(Status(3, 10, 0.5, 0.01, 27.0, {}, 5.0))
+    assert "27 samples/s per worker" in out.getvalue()
+
+
 @pytest.mark.parametrize("iterations", [120, 100_000])
 def test_progress_line_fits_into_80_columns(
     iterations: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -63,7 +63,7 @@ class PlainDisplay:
 
     def update(self, status: Status) -> None:
         if time.monotonic() - self._last_output >= self._quiet_seconds:
-            self.say(_describe(status))
+            self.say(_describe(status, "samples/s per worker"))
 
     def evaluation(self, entry: dict[str, Any]) -> None:
         if not self._has_header:
@@ -106,7 +106,8 @@ class LiveDisplay:
         self._has_header = False
 
     def update(self, status: Status) -> None:
-        text = _describe(status)
+        # More would not fit into 80 columns.
+        text = _describe(status, "samples/s")
         # The bar shrinks to leave room for the text and a space.
         columns_left = self._console.width - len(text) - 1
         self._bar.bar_width = min(MAX_BAR_COLUMNS, max(1, columns_left))
@@ -137,14 +138,14 @@ def open_display(quiet: bool = False) -> Display:
     return LiveDisplay() if sys.stdout.isatty() else PlainDisplay()
 
 
-def _describe(status: Status) -> str:
+def _describe(status: Status, rate_unit: str) -> str:
     # The first is the accuracy, if there is one; more would not fit.
     shown = [*_shown(status.metrics).items()][:1]
     metric = "".join(f" {title.removeprefix('test ')} {text}" for title, text in shown)
     left = _duration(status.seconds_left)
     return (
         f"{status.iteration}/{status.iterations} loss {_number(status.loss)}{metric}"
-        f" lr {status.learning_rate:.2g} {status.samples_per_second:,.0f} samples/s {left} left"
+        f" lr {status.learning_rate:.2g} {status.samples_per_second:,.0f} {rate_unit} {left} left"
     )
 
 

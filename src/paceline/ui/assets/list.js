@@ -18,7 +18,7 @@ let entries = null;
 filter.value = before.filter || "";
 
 const seconds = (value) => {
-  if (value === null) return "";
+  if (!value) return ""; // Nothing was measured.
   if (value < 0.001) return `${(value * 1e6).toFixed(0)} us`;
   if (value < 1) return `${(value * 1e3).toFixed(2)} ms`;
   return value < 600 ? `${value.toFixed(1)} s` : `${(value / 60).toFixed(1)} min`;
