@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.measure.phase_clock import PhaseClock
-from paceline.profiler.collectives import CollectiveRecorder
+from paceline.profiler.collectives.recorder import CollectiveRecorder
 
 CALLS, ROUNDS = 200, 25
 

@@ -36,11 +36,11 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from paceline.analysis import script_findings as found
 from paceline.analysis.contention import other_processes_share
 from paceline.analysis.run import open_run
-from paceline.analysis.script_findings import ScriptFinding, find_in_script, is_fault
-from paceline.analysis.slow_rank import SlowRank, WaitsForCore
+from paceline.analysis.script import findings as found
+from paceline.analysis.script.findings import ScriptFinding, find_in_script, is_fault
+from paceline.analysis.script.slow_rank import SlowRank, WaitsForCore
 from paceline.report.script_wording import sentence, subject
 
 SCRIPTS = Path(__file__).parent / "fault_scripts"

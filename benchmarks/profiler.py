@@ -32,11 +32,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from common.stats import median_interval
 from paceline.measure.machine import hardware, software
 from paceline.models.build import build_model
-from paceline.profiler.collectives import CollectiveRecorder
-from paceline.profiler.hooks import Hooks
+from paceline.profiler.collectives.recorder import CollectiveRecorder
 from paceline.profiler.rank_log import RankLog
-from paceline.profiler.script_calls import ScriptCalls
 from paceline.profiler.session import Session
+from paceline.profiler.tracking.hooks import Hooks
+from paceline.profiler.tracking.script_calls import ScriptCalls
 
 PAIRS, QUICK_PAIRS = 40, 10
 

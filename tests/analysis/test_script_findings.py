@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from paceline.analysis import script_findings as found
-from paceline.analysis.script_findings import ScriptFinding, find_in_script, is_fault
-from paceline.analysis.slow_rank import SlowRank, WaitsForCore
+from paceline.analysis.script import findings as found
+from paceline.analysis.script.findings import ScriptFinding, find_in_script, is_fault
+from paceline.analysis.script.slow_rank import SlowRank, WaitsForCore
 from paceline.report import script_wording
 from tests.support.script_records import BALANCED, SCRIPT, FakeScript, line, write_script
 

@@ -27,9 +27,9 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.comm.communicator import Communicator
 from paceline.comm.torch_distributed import TorchCommunicator
 from paceline.measure.phase_clock import PhaseClock
-from paceline.profiler import collectives
-from paceline.profiler.collective_log import OPERATIONS, read_logs
-from paceline.profiler.collectives import CollectiveRecorder
+from paceline.profiler.collectives import recorder as collectives
+from paceline.profiler.collectives.log import OPERATIONS, read_logs
+from paceline.profiler.collectives.recorder import CollectiveRecorder
 
 STEPS = 3
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.profiler.collective_log import (
+from paceline.profiler.collectives.log import (
     ASYNC,
     BACKWARD,
     EXPOSED,
@@ -21,7 +21,7 @@ from paceline.profiler.collective_log import (
     RankCollectives,
     read_logs,
 )
-from paceline.profiler.waiting import exposed, overlapped_seconds, separate_waits
+from paceline.profiler.collectives.waiting import exposed, overlapped_seconds, separate_waits
 from tests.profiler import programs
 from tests.support.worker_pool import WorkerPool
 

@@ -12,11 +12,11 @@ import torch._dynamo
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
-from paceline.profiler import device_copies
 from paceline.profiler.collection import RankRecord
-from paceline.profiler.device_copies import DeviceCopies
-from paceline.profiler.hooks import Hooks
-from paceline.profiler.step_tracker import StepTracker
+from paceline.profiler.tracking import device_copies
+from paceline.profiler.tracking.device_copies import DeviceCopies
+from paceline.profiler.tracking.hooks import Hooks
+from paceline.profiler.tracking.step_tracker import StepTracker
 
 
 class OnGpu(Tensor):

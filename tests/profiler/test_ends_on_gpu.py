@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from paceline.profiler import collectives
-from paceline.profiler.collective_log import ON_GPU, POLLED, CollectiveLog, Counts
-from paceline.profiler.collectives import CollectiveRecorder, Pending
+from paceline.profiler.collectives import recorder as collectives
+from paceline.profiler.collectives.log import ON_GPU, POLLED, CollectiveLog, Counts
+from paceline.profiler.collectives.recorder import CollectiveRecorder, Pending
 from paceline.profiler.session import Session
-from paceline.profiler.step_tracker import StepTracker
+from paceline.profiler.tracking.step_tracker import StepTracker
 
 
 class Work:

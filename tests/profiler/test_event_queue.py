@@ -9,8 +9,8 @@ from weakref import ref
 import torch
 from torch.optim import SGD
 
-from paceline.profiler.event_queue import EventQueue
-from paceline.profiler.step_tracker import StepTracker
+from paceline.profiler.tracking.event_queue import EventQueue
+from paceline.profiler.tracking.step_tracker import StepTracker
 from tests.support.profiled import loader, loss_of, model, profiled, train_step
 
 

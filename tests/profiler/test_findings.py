@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.analysis import script_findings as found
 from paceline.analysis.run import open_run
-from paceline.analysis.script_findings import find_in_script
-from paceline.analysis.slow_rank import SlowRank
+from paceline.analysis.script import findings as found
+from paceline.analysis.script.findings import find_in_script
+from paceline.analysis.script.slow_rank import SlowRank
 from paceline.cli import main
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks" / "fault_scripts"

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from paceline.analysis import script_findings as found
 from paceline.analysis.run import open_run
-from paceline.analysis.script_findings import ScriptFinding, find_in_script
+from paceline.analysis.script import findings as found
+from paceline.analysis.script.findings import ScriptFinding, find_in_script
 from paceline.cli import main
 
 pytestmark = pytest.mark.gpu

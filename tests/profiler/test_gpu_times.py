@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.profiler.gpu_times import GpuInterval
+from paceline.profiler.tracking.gpu_times import GpuInterval
 
 
 class Event:

@@ -19,7 +19,8 @@ import pytest
 
 from paceline.analysis.collection import collect
 from paceline.analysis.events import IN_ITERATION
-from paceline.profiler.collective_log import (
+from paceline.profiler.collectives.communication import RankCommunication
+from paceline.profiler.collectives.log import (
     ASYNC,
     BACKWARD,
     ON_GPU,
@@ -28,18 +29,17 @@ from paceline.profiler.collective_log import (
     GroupInfo,
     RankCollectives,
 )
-from paceline.profiler.communication import RankCommunication
-from paceline.profiler.end_of_rank import add_last_interval, find_last_wait
-from paceline.profiler.post_mortem import (
+from paceline.profiler.collectives.waiting import separate_waits
+from paceline.profiler.post_mortem.end_of_rank import add_last_interval, find_last_wait
+from paceline.profiler.post_mortem.examination import (
     add_resumption,
     find_mismatches,
     find_pending,
     joined_records,
     last_progress,
 )
-from paceline.profiler.process_facts import Frame, parse_stacks
-from paceline.profiler.waiting import separate_waits
-from paceline.profiler.watchdog import Watchdog, _End
+from paceline.profiler.post_mortem.process_facts import Frame, parse_stacks
+from paceline.profiler.post_mortem.watchdog import Watchdog, _End
 from paceline.records import PHASES, EventWriter, RunFolder
 from paceline.report.build import build_report
 from paceline.report.document import Text

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.profiler.backward_passes import BackwardPasses
+from paceline.profiler.collectives.backward_passes import BackwardPasses
 from paceline.profiler.overhead import HookCosts, measure_hook_costs
 from tests.support.profiled import Profiled, loader, loss_of, model, profiled, train_step
 

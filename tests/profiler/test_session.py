@@ -24,10 +24,10 @@ from paceline.config import RunSettings
 from paceline.errors import UsageError
 from paceline.profiler import WARNINGS_FILE, session
 from paceline.profiler.collection import read_ranks, write_result
-from paceline.profiler.collectives import CollectiveRecorder
-from paceline.profiler.hooks import Hooks
+from paceline.profiler.collectives.recorder import CollectiveRecorder
 from paceline.profiler.session import Session
 from paceline.profiler.step_window import StepWindow
+from paceline.profiler.tracking.hooks import Hooks
 from paceline.records import RunFolder
 from tests.support.profiled import loader, model, profiled, train_step
 

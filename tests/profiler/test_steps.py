@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Optimizer
 
 from paceline.measure.phase_clock import CudaPhaseClock, PhaseClock
-from paceline.profiler import step_tracker
+from paceline.profiler.tracking import step_tracker
 from tests.support.profiled import loader, loss_of, model, profiled, train_step
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.profiler.collective_log import (
+from paceline.profiler.collectives.log import (
     EXPOSED,
     ON_GPU,
     OPERATIONS,
@@ -17,7 +17,12 @@ from paceline.profiler.collective_log import (
     RankCollectives,
     read_logs,
 )
-from paceline.profiler.waiting import Intervals, overlapped_seconds, separate_waits, union
+from paceline.profiler.collectives.waiting import (
+    Intervals,
+    overlapped_seconds,
+    separate_waits,
+    union,
+)
 
 Call = tuple[str, float, float, float, float]
 """Operation, arrival, end, and from when to when the program was blocked."""

@@ -28,7 +28,7 @@ from paceline.analysis.ranks import Straggler, find_straggler
 from paceline.analysis.recommendations import Recommendation, recommend
 from paceline.analysis.run_group import RunGroup
 from paceline.analysis.scaling import ScalingPoint, ScalingSeries, scaling_series
-from paceline.analysis.script_findings import (
+from paceline.analysis.script.findings import (
     ScriptFinding,
     group_core_wait,
     group_findings,

@@ -16,9 +16,9 @@ from paceline.formatting import format_ranks
 from paceline.measure.machine import cores_usable, hardware, software
 from paceline.measure.resources import summarize
 from paceline.profiler import POST_MORTEM_FILE, WARNINGS_FILE
-from paceline.profiler.communication import Communication, read_communication
-from paceline.profiler.end_of_rank import add_last_interval, find_last_wait
-from paceline.profiler.post_mortem import add_resumption, joined_records
+from paceline.profiler.collectives.communication import Communication, read_communication
+from paceline.profiler.post_mortem.end_of_rank import add_last_interval, find_last_wait
+from paceline.profiler.post_mortem.examination import add_resumption, joined_records
 from paceline.profiler.trace import write_traces
 from paceline.records import (
     BETWEEN_ITERATIONS,

@@ -19,8 +19,8 @@ from paceline.errors import RunError, UsageError
 from paceline.measure.sampler import ResourceSampler
 from paceline.profiler import FOLDER_VARIABLE, STEPS_VARIABLE, TRACE_VARIABLE
 from paceline.profiler.collection import discard_if_empty, settings_of_command, write_result
+from paceline.profiler.post_mortem.watchdog import OnReport, Watchdog
 from paceline.profiler.step_window import StepWindow
-from paceline.profiler.watchdog import OnReport, Watchdog
 from paceline.records import Result, RunFolder, default_name
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)

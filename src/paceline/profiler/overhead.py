@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from paceline.profiler.event_queue import Guard
-from paceline.profiler.hooks import measured_call
-from paceline.profiler.script_calls import ScriptCalls
-from paceline.profiler.step_tracker import StepTracker
+from paceline.profiler.tracking.event_queue import Guard
+from paceline.profiler.tracking.hooks import measured_call
+from paceline.profiler.tracking.script_calls import ScriptCalls
+from paceline.profiler.tracking.step_tracker import StepTracker
 
 REPEATS = 25
 DISPLACED_BYTES = 4 << 20

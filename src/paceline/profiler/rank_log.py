@@ -27,8 +27,8 @@ from paceline.measure.loss_block import LossBlock
 from paceline.measure.procfs import process_age_seconds
 from paceline.profiler import FOLDER_VARIABLE
 from paceline.profiler.overhead import HookCosts
-from paceline.profiler.step_tracker import StepTracker
 from paceline.profiler.step_window import StepWindow
+from paceline.profiler.tracking.step_tracker import StepTracker
 from paceline.records import EventWriter, RunFolder
 
 BLOCK_SECONDS = 0.5

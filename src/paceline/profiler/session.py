@@ -17,20 +17,20 @@ import torch.distributed
 
 from paceline.errors import error_line
 from paceline.profiler import WARNINGS_FILE
-from paceline.profiler.device_copies import DeviceCopies
-from paceline.profiler.hooks import Hooks, never_compile
 from paceline.profiler.overhead import measure_hook_costs
-from paceline.profiler.process_facts import ProcessFacts
+from paceline.profiler.post_mortem.process_facts import ProcessFacts
 from paceline.profiler.process_use import process_use
 from paceline.profiler.rank_log import RankLog
-from paceline.profiler.script_calls import ScriptCalls
-from paceline.profiler.step_tracker import StepTracker
 from paceline.profiler.step_window import StepWindow
 from paceline.profiler.trace import TraceLog
+from paceline.profiler.tracking.device_copies import DeviceCopies
+from paceline.profiler.tracking.hooks import Hooks, never_compile
+from paceline.profiler.tracking.script_calls import ScriptCalls
+from paceline.profiler.tracking.step_tracker import StepTracker
 from paceline.records import RunFolder
 
 if TYPE_CHECKING:
-    from paceline.profiler.collectives import CollectiveRecorder
+    from paceline.profiler.collectives.recorder import CollectiveRecorder
 
 
 class Session:
@@ -74,7 +74,7 @@ class Session:
         self._hooks.install(self.tracker, self.guard)
         self._calls.install(self._hooks, self.guard)
         if torch.distributed.is_available():
-            from paceline.profiler.collectives import CollectiveRecorder
+            from paceline.profiler.collectives.recorder import CollectiveRecorder
 
             self._collectives = CollectiveRecorder(self.tracker, self.folder, self.guard)
             self._collectives.install()

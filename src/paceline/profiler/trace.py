@@ -12,14 +12,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paceline.measure.trace_file import TraceEvent, merge_traces, write_trace
-from paceline.profiler.collective_log import OPERATIONS
-from paceline.profiler.communication import Communication, RankCommunication, traffic_kinds
+from paceline.profiler.collectives.communication import (
+    Communication,
+    RankCommunication,
+    traffic_kinds,
+)
+from paceline.profiler.collectives.log import OPERATIONS
 from paceline.records import RunFolder
 
 if TYPE_CHECKING:
     from paceline.measure.phase_clock import PhaseClock, Span
     from paceline.profiler.collection import RankRecord
-    from paceline.profiler.step_tracker import StepTracker
+    from paceline.profiler.tracking.step_tracker import StepTracker
 
 STEPS_MAX = 1000
 """As for `paceline train --trace`."""

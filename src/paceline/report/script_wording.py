@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline import formatting
-from paceline.analysis import script_findings as found
-from paceline.analysis.script_findings import ScriptFinding
-from paceline.analysis.script_profile import Line
-from paceline.analysis.slow_rank import SlowRank, WaitsForCore
+from paceline.analysis.script import findings as found
+from paceline.analysis.script.findings import ScriptFinding
+from paceline.analysis.script.profile import Line
+from paceline.analysis.script.slow_rank import SlowRank, WaitsForCore
 from paceline.report.bottleneck_wording import shares_text
 
 SUBJECTS: dict[type, str] = {

@@ -16,7 +16,7 @@ from paceline.analysis.contention import MIN_CONTENTION_SHARE, other_processes_s
 from paceline.analysis.phases import STARTUP, worker_breakdown
 from paceline.analysis.run import Run
 from paceline.analysis.run_group import RunGroup
-from paceline.analysis.script_findings import find_in_script, group_core_wait
+from paceline.analysis.script.findings import find_in_script, group_core_wait
 from paceline.measure.startup import NEGLIGIBLE_SECONDS
 from paceline.records import (
     PHASES,

@@ -12,7 +12,7 @@ from time import monotonic
 from typing import Any
 
 from paceline.analysis.run import Run, open_run
-from paceline.analysis.script_findings import find_in_script, is_fault
+from paceline.analysis.script.findings import find_in_script, is_fault
 from paceline.errors import PacelineError
 from paceline.profiler import POST_MORTEM_FILE
 from paceline.profiler.collection import read_so_far

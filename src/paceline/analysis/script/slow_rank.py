@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from paceline.analysis.curves import Floats
-from paceline.analysis.rank_windows import BUSY, RankWindows
 from paceline.analysis.ranks import MOSTLY, SLOWER, WAIT_SHARE
-from paceline.analysis.script_profile import Line, RankFacts, ScriptProfile
+from paceline.analysis.script.profile import Line, RankFacts, ScriptProfile
+from paceline.analysis.script.rank_windows import BUSY, RankWindows
 
 WINDOWS_MIN = 3
 """Minimum number of slow windows of a straggler: one or two may be noise."""

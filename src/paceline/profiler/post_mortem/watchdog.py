@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline.profiler import POST_MORTEM_FILE
-from paceline.profiler.collective_log import RankCollectives, read_logs
-from paceline.profiler.post_mortem import (
+from paceline.profiler.collectives.log import RankCollectives, read_logs
+from paceline.profiler.post_mortem.examination import (
     PostMortem,
     RankState,
     find_mismatches,
     find_pending,
     last_progress,
 )
-from paceline.profiler.process_facts import ProcessRecord, read_processes, request_stack
+from paceline.profiler.post_mortem.process_facts import ProcessRecord, read_processes, request_stack
 from paceline.records import RunFolder, read_lines, write_json
 
 INTERVAL_SECONDS = 0.25

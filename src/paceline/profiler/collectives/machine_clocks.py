@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paceline.profiler.collective_log import OPERATIONS, RankCollectives
+from paceline.profiler.collectives.log import OPERATIONS, RankCollectives
 
 Floats = npt.NDArray[np.float64]
 

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from paceline.profiler import collective_operations
-from paceline.profiler.collective_operations import Operation
+from paceline.profiler.collectives import operations as collective_operations
+from paceline.profiler.collectives.operations import Operation
 
 if TYPE_CHECKING:
-    from paceline.profiler.collectives import CollectiveRecorder
+    from paceline.profiler.collectives.recorder import CollectiveRecorder
 
 graph_task = torch._C._current_graph_task_id
 BLOCKING_METHODS = ("wait", "synchronize", "result", "get_future")

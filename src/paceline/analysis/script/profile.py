@@ -8,8 +8,8 @@ from pathlib import PurePath
 from typing import Any
 
 from paceline.analysis.events import WorkerEvents, read_iterations
-from paceline.analysis.rank_windows import RankWindows, rank_windows
 from paceline.analysis.run import Run
+from paceline.analysis.script.rank_windows import RankWindows, rank_windows
 from paceline.analysis.validation import is_number
 from paceline.records import read_lines
 

@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from paceline.profiler.collective_log import (
+from paceline.profiler.collectives.log import (
     ON_GPU,
     OPERATIONS,
     GroupInfo,
     RankCollectives,
     Records,
 )
-from paceline.profiler.process_facts import Stack, to_record
-from paceline.profiler.waiting import MESSAGES, Mismatch, separate_waits
+from paceline.profiler.collectives.waiting import MESSAGES, Mismatch, separate_waits
+from paceline.profiler.post_mortem.process_facts import Stack, to_record
 
 MISMATCHES_KEPT = 3
 """The first ones are the cause of the others."""

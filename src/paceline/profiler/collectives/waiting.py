@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paceline.profiler.collective_log import (
+from paceline.profiler.collectives.log import (
     EXPOSED,
     ON_GPU,
     OPERATIONS,
@@ -24,7 +24,7 @@ from paceline.profiler.collective_log import (
     RankCollectives,
     Records,
 )
-from paceline.profiler.machine_clocks import ClockOffsets, measure_offsets
+from paceline.profiler.collectives.machine_clocks import ClockOffsets, measure_offsets
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]

@@ -43,10 +43,12 @@ from torch.autograd import graph
 from torch.distributed import distributed_c10d
 
 from paceline.measure.timeline import is_capturing
-from paceline.profiler import collective_operations
-from paceline.profiler.backward_passes import BackwardPasses, unbox
-from paceline.profiler.blocked_thread import BlockedThread, Program
-from paceline.profiler.collective_log import (
+from paceline.profiler.collectives import operations as collective_operations
+from paceline.profiler.collectives.backward_passes import BackwardPasses, unbox
+from paceline.profiler.collectives.blocked_thread import BlockedThread, Program
+from paceline.profiler.collectives.ddp import DdpModels
+from paceline.profiler.collectives.gloo_threads import wait_until_idle
+from paceline.profiler.collectives.log import (
     ASYNC,
     BACKWARD,
     FAILED,
@@ -55,13 +57,11 @@ from paceline.profiler.collective_log import (
     CollectiveLog,
     Counts,
 )
-from paceline.profiler.collective_operations import Operation, transfer_counts
-from paceline.profiler.ddp import DdpModels
-from paceline.profiler.event_queue import Guard
-from paceline.profiler.gloo_threads import wait_until_idle
-from paceline.profiler.gpu_times import GpuInterval
-from paceline.profiler.hooks import Hooks, never_compile
-from paceline.profiler.python_groups import PythonGroups
+from paceline.profiler.collectives.operations import Operation, transfer_counts
+from paceline.profiler.collectives.python_groups import PythonGroups
+from paceline.profiler.tracking.event_queue import Guard
+from paceline.profiler.tracking.gpu_times import GpuInterval
+from paceline.profiler.tracking.hooks import Hooks, never_compile
 
 EXACT_SECONDS = 0.1
 """Mean interval between operations, or backward passes, whose exact end is noted by a callback. It

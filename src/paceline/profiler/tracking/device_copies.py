@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.profiler.call_sites import describe_line, script_line
-from paceline.profiler.event_queue import Guard
-from paceline.profiler.gpu_times import GpuInterval
-from paceline.profiler.hooks import Hooks
-from paceline.profiler.step_tracker import StepTracker
+from paceline.profiler.tracking.call_sites import describe_line, script_line
+from paceline.profiler.tracking.event_queue import Guard
+from paceline.profiler.tracking.gpu_times import GpuInterval
+from paceline.profiler.tracking.hooks import Hooks
+from paceline.profiler.tracking.step_tracker import StepTracker
 
 EXACT_FIRST, EXACT_SHARE = 64, 8
 """The GPU times the first copies of a line, and one in eight after them."""

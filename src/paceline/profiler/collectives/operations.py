@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm import communicator
-from paceline.profiler.collective_log import OPERATIONS, Counts
+from paceline.profiler.collectives.log import OPERATIONS, Counts
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from paceline.profiler.event_queue import EventQueue, Guard
-from paceline.profiler.step_tracker import StepTracker, count_samples
+from paceline.profiler.tracking.event_queue import EventQueue, Guard
+from paceline.profiler.tracking.step_tracker import StepTracker, count_samples
 
 SAVER = "torch.distributed.checkpoint.state_dict_saver"
 """Its function `_save_state_dict` writes a distributed checkpoint."""

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.profiler.collective_log import BUFFERS, CollectiveLog
+from paceline.profiler.collectives.log import BUFFERS, CollectiveLog
 
 if TYPE_CHECKING:
-    from paceline.profiler.collectives import CollectiveRecorder
+    from paceline.profiler.collectives.recorder import CollectiveRecorder
 
 
 class DdpModels:

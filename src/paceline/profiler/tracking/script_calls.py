@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.profiler.call_sites import (
+from paceline.profiler.collectives.ddp import describe
+from paceline.profiler.tracking.call_sites import (
     PACELINE,
     TORCH,
     CallSite,
@@ -29,10 +30,9 @@ from paceline.profiler.call_sites import (
     is_within,
     script_line,
 )
-from paceline.profiler.ddp import describe
-from paceline.profiler.event_queue import Guard
-from paceline.profiler.hooks import Hooks
-from paceline.profiler.step_tracker import StepTracker
+from paceline.profiler.tracking.event_queue import Guard
+from paceline.profiler.tracking.hooks import Hooks
+from paceline.profiler.tracking.step_tracker import StepTracker
 
 READ_BACKS = ("item", "tolist", "__float__", "__int__", "__bool__")
 """Methods of a tensor that wait until its value is known."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paceline.profiler.collective_log import (
+from paceline.profiler.collectives.log import (
     BACKWARD,
     BUFFERS,
     ON_GPU,
@@ -18,7 +18,7 @@ from paceline.profiler.collective_log import (
     Records,
     read_logs,
 )
-from paceline.profiler.waiting import (
+from paceline.profiler.collectives.waiting import (
     Intervals,
     Mismatch,
     Waits,

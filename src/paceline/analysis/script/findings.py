@@ -23,7 +23,7 @@ from paceline.analysis.recommendations import (
 )
 from paceline.analysis.run import Run
 from paceline.analysis.run_group import RunGroup
-from paceline.analysis.script_profile import (
+from paceline.analysis.script.profile import (
     Call,
     DdpModel,
     Line,
@@ -31,7 +31,7 @@ from paceline.analysis.script_profile import (
     ScriptProfile,
     read_script_profile,
 )
-from paceline.analysis.slow_rank import SlowRank, WaitsForCore, find_slow_rank
+from paceline.analysis.script.slow_rank import SlowRank, WaitsForCore, find_slow_rank
 
 STEPS_MIN = 20
 """Fewer steps do not show what is usual for a script."""

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 
 from paceline.measure.phase_clock import PhaseClock
-from paceline.profiler.collective_log import CollectiveLog
-from paceline.profiler.event_queue import Guard
+from paceline.profiler.collectives.log import CollectiveLog
+from paceline.profiler.tracking.event_queue import Guard
 
 
 class Program(Protocol):

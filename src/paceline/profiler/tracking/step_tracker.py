@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.measure.phase_clock import CudaPhaseClock, PhaseClock, clock_for
-from paceline.profiler.event_queue import EventQueue, Guard
+from paceline.profiler.tracking.event_queue import EventQueue, Guard
 
 SEQUENCES = (list, tuple)
 NOT_INTERRUPTED = frozenset(("input", "backward", "checkpoint"))

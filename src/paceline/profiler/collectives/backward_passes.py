@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from torch.autograd import Variable
 from torch.distributed import Work
 
-from paceline.profiler.collective_log import EXPOSED, POLLED
-from paceline.profiler.ddp import DdpModels
+from paceline.profiler.collectives.ddp import DdpModels
+from paceline.profiler.collectives.log import EXPOSED, POLLED
 
 if TYPE_CHECKING:
-    from paceline.profiler.collectives import CollectiveRecorder
+    from paceline.profiler.collectives.recorder import CollectiveRecorder
 
 MAX_PASSES = 8
 """A pass that raises an exception never ends."""

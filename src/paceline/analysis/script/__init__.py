@@ -1,0 +1,1 @@
+"""What a profile shows about a script."""

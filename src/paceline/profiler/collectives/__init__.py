@@ -1,0 +1,1 @@
+"""Records collectives, and separates waiting from transfer."""

@@ -1,0 +1,1 @@
+"""Examines ranks that stop or end."""

@@ -1,0 +1,1 @@
+"""Follows what a training script calls in torch."""
