@@ -31,7 +31,7 @@ STACK_SIGNAL = signal.SIGRTMAX - 5
 STACK_SECONDS = 2.0
 """How long a process may take to write its stacks."""
 
-PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
+PACKAGE = str(Path(__file__).resolve().parents[2]) + os.sep
 NOT_THE_SCRIPT = re.compile(r"/site-packages/|/dist-packages/|/lib(64)?/python\d|^<")
 """Files of installed packages and of Python."""
 

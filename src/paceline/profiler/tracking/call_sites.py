@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 TORCH = f"{Path(torch.__file__).parent}{os.sep}"
-PACELINE = f"{Path(__file__).parent.parent}{os.sep}"
+PACELINE = f"{Path(__file__).parents[2]}{os.sep}"
 LIBRARIES = (
     *(f"{folder}{os.sep}" for folder in (*site.getsitepackages(), site.getusersitepackages())),
     *(sysconfig.get_path(name) + os.sep for name in ("purelib", "stdlib", "platstdlib")),
