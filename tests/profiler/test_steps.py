@@ -463,4 +463,5 @@ def test_steps_and_phases_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert sum(record.step_seconds) <= record.wall_seconds
     clock = measured.session.tracker.clock
     assert isinstance(clock, CudaPhaseClock)
-    assert sum(clock.seconds.values()) == pytest.approx(clock.wall_seconds, rel=0.01)
+    # The two are read one after the other.
+    assert sum(clock.seconds.values()) == pytest.approx(clock.wall_seconds, rel=0.01, abs=1e-3)

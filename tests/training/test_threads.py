@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +34,15 @@ def test_default_threads_are_an_equal_share_of_the_usable_cores(
 
 
 def test_operations_without_deterministic_gradients_are_off_while_a_worker_trains() -> None:
-    with device.computing(from_mapping({"threads": 1})):
-        assert torch.backends.cudnn.deterministic
-        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    config = from_mapping({"threads": torch.get_num_threads()})
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    one, other = ExitStack(), ExitStack()
+    one.enter_context(device.computing(config))
+    other.enter_context(device.computing(config))
+    assert torch.backends.cudnn.deterministic
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    # Threads of one process end in any order.
+    one.close()
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    other.close()
     assert torch.backends.cuda.cudnn_sdp_enabled()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from threading import Lock
 from typing import Any
 
 import torch
@@ -39,20 +40,48 @@ def side_stream(device: torch.device) -> AbstractContextManager[Any]:
 @contextmanager
 def computing(config: RunConfig, local_rank: int | None = None) -> Iterator[None]:
     """Apply threads, determinism and core pinning of the config, and restore them afterwards."""
-    threads, deterministic = torch.get_num_threads(), torch.backends.cudnn.deterministic
-    has_cudnn_attention = torch.backends.cuda.cudnn_sdp_enabled()
+    threads = torch.get_num_threads()
     torch.set_num_threads(threads_of(config))
-    torch.backends.cudnn.deterministic = True
-    # Its gradients differ from run to run; torch has other fused kernels.
-    torch.backends.cuda.enable_cudnn_sdp(False)
     is_pinned = config.pin and local_rank is not None
     try:
-        with pinned(local_rank or 0, config.nproc_per_node) if is_pinned else nullcontext():
+        with (
+            _deterministic_kernels,
+            pinned(local_rank or 0, config.nproc_per_node) if is_pinned else nullcontext(),
+        ):
             yield
     finally:
         torch.set_num_threads(threads)
-        torch.backends.cudnn.deterministic = deterministic
-        torch.backends.cuda.enable_cudnn_sdp(has_cudnn_attention)
+
+
+class _DeterministicKernels:
+    """Turns kernels off whose results differ from run to run, while any thread needs that.
+
+    A worker and a server that are threads of one process end in any order.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._users = 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._users:
+                self._deterministic = torch.backends.cudnn.deterministic
+                self._has_cudnn_attention = torch.backends.cuda.cudnn_sdp_enabled()
+                torch.backends.cudnn.deterministic = True
+                # Its gradients differ from run to run; torch has other fused kernels.
+                torch.backends.cuda.enable_cudnn_sdp(False)
+            self._users += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                torch.backends.cudnn.deterministic = self._deterministic
+                torch.backends.cuda.enable_cudnn_sdp(self._has_cudnn_attention)
+
+
+_deterministic_kernels = _DeterministicKernels()
 
 
 def threads_of(config: RunConfig) -> int:
