@@ -1,4 +1,4 @@
-"""Pages about one run, which has no configurations to tell apart."""
+"""Pages about one run, without columns and labels for comparisons."""
 
 from __future__ import annotations
 
