@@ -28,7 +28,7 @@ from paceline.measure.procfs import process_age_seconds
 from paceline.profiler import FOLDER_VARIABLE
 from paceline.profiler.overhead import HookCosts
 from paceline.profiler.step_window import StepWindow
-from paceline.profiler.tracking.step_tracker import StepTracker
+from paceline.profiler.tracking.step_tracker import Loss, StepTracker
 from paceline.records import EventWriter, RunFolder
 
 BLOCK_SECONDS = 0.5
@@ -61,11 +61,10 @@ class RankLog:
         self.sources = list(sources)
         self._events: EventWriter | None = None
         self._lock: int | None = None
-        self._losses: list[Tensor | None] = []
+        self._losses: list[Loss | None] = []
         self._first = 0
         self._block: LossBlock | None = None
-        self._has_loss: list[bool] = []
-        """Of the steps of the block."""
+        self._losses_of_block: list[Loss | None] = []
         self._before = Totals()
         """What precedes the first step to measure."""
         self._after_first: dict[str, float] = {}
@@ -117,16 +116,17 @@ class RankLog:
         self._events = self._lock = None
 
     def _close_block(self) -> LossBlock:
-        self._block = LossBlock([loss for loss in self._losses if loss is not None])
-        self._has_loss = [loss is not None for loss in self._losses]
-        self._losses = []
+        self._block = LossBlock([loss for loss in self._losses if isinstance(loss, Tensor)])
+        self._losses_of_block, self._losses = self._losses, []
         return self._block
 
     def _write(self, tracker: StepTracker) -> EventWriter:
         assert self._block is not None
         clock = tracker.clock
         known, self._block = iter(self._block.values()), None
-        losses = [next(known) if has_loss else None for has_loss in self._has_loss]
+        losses = [
+            next(known) if isinstance(loss, Tensor) else loss for loss in self._losses_of_block
+        ]
         if self._events is None:
             self._events = self._open(tracker)
         clock.settle_ready()

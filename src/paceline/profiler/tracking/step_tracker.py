@@ -42,6 +42,15 @@ NO_MODEL = frozenset(("other", "update", "evaluate"))
 """Phases in which the call of a module may begin another phase."""
 
 
+Loss = Tensor | float
+"""A tensor only on a GPU, which would have to be waited for. On the host, a tensor that outlives
+the step is in the way of the allocator, which then gives memory back and takes it again in each
+step (docs/design-notes.md)."""
+
+_read: Callable[[Tensor], float] = torch._C.TensorBase.item
+"""Without the hook of `Tensor.item`."""
+
+
 def nothing(*_: object) -> Any:
     """In place of a weak reference, or of a function to call."""
 
@@ -74,9 +83,9 @@ class StepTracker:
         self.samples = 0
         """In the batches of DataLoaders that models were trained on."""
         self.checkpoints = 0
-        self.loss: Tensor | None = None
+        self.loss: Loss | None = None
         """Of the last backward pass."""
-        self._unscaled_loss: Tensor | None = None
+        self._unscaled_loss: Loss | None = None
         self._on_step, self._on_gpu = on_step, on_gpu
         self._is_on_gpu = False
         self._modules: dict[int, int] = {}
@@ -249,12 +258,11 @@ class StepTracker:
         events = self.events
         if get_ident() != events.thread:
             return False
-        loss = outputs[0] if isinstance(outputs, SEQUENCES) and outputs else outputs
-        if self._unscaled_loss is not None:
-            loss = self._unscaled_loss
-            if accumulates:
-                self._unscaled_loss = None
-        loss = loss.detach() if isinstance(loss, Tensor) and not loss.dim() else None
+        loss = None
+        if accumulates:
+            loss, self._unscaled_loss = self._unscaled_loss, None
+            if loss is None:
+                loss = _loss_of(outputs)
         events.append((perf_counter(), self.begin_backward, accumulates, loss))
         events.is_in_model = False
         return True
@@ -263,10 +271,10 @@ class StepTracker:
         self.events.append((perf_counter(), self.end_backward))
         self.events.is_in_model = False
 
-    def begin_backward(self, accumulates: bool, loss: Tensor | None) -> None:
+    def begin_backward(self, accumulates: bool, loss: Loss | None) -> None:
         self._outer.append(self._phase_after_backward(accumulates, loss))
 
-    def _phase_after_backward(self, accumulates: bool, loss: Tensor | None) -> str | None:
+    def _phase_after_backward(self, accumulates: bool, loss: Loss | None) -> str | None:
         """Enter the phase; returns None if it is part of another one."""
         phase = self._clock.phase
         if phase in NOT_INTERRUPTED or self._is_capturing():
@@ -290,8 +298,8 @@ class StepTracker:
 
     def scale_loss(self, outputs: object) -> None:
         """A GradScaler scales what the next backward pass begins with."""
-        if isinstance(outputs, Tensor) and self.is_in_thread():
-            self._unscaled_loss = outputs.detach()
+        if self.is_in_thread():
+            self._unscaled_loss = _loss_of(outputs)
 
     def end_backward(self) -> None:
         phase = self._outer.pop() if self._outer else None
@@ -450,6 +458,14 @@ class StepTracker:
 
     def end_checkpoint(self, phase: str) -> None:
         self.clock.enter(phase)
+
+
+def _loss_of(outputs: Any) -> Loss | None:
+    """The scalar that a backward pass begins with."""
+    loss = outputs[0] if isinstance(outputs, SEQUENCES) and outputs else outputs
+    if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
+        return None
+    return _read(loss) if type(loss) is Tensor and loss.is_cpu else loss.detach()
 
 
 def count_samples(batch: object) -> int:
