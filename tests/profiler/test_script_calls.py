@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.profiler.collectives.backward_passes import BackwardPasses
 from paceline.profiler.overhead import HookCosts, measure_hook_costs
+from paceline.profiler.tracking.script_calls import blocks_program, tensors_of
 from tests.support.profiled import Profiled, loader, loss_of, model, profiled, train_step
 
 
@@ -86,6 +87,19 @@ def test_the_overhead_contains_read_backs(tmp_path: Path) -> None:
     costs = measure_hook_costs(lambda function: function)
     assert costs.timed_seconds > 0
     assert costs.skipped_seconds > 0
+
+
+class OnGpu(torch.Tensor):
+    is_cuda = True
+
+
+def test_collectives_on_a_gpu_do_not_block_the_program() -> None:
+    host, gpu = torch.ones(2), torch.ones(2).as_subclass(OnGpu)
+    assert blocks_program(tensors_of((host, dist.ReduceOp.SUM)), None)
+    assert not blocks_program(tensors_of((gpu,)), None)
+    assert not blocks_program(tensors_of(([gpu, gpu], gpu)), None)
+    # An asynchronous one returns at once.
+    assert not blocks_program(tensors_of((host,)), object())
 
 
 def test_evaluation_is_not_counted(tmp_path: Path) -> None:

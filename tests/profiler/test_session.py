@@ -157,6 +157,25 @@ def test_a_process_without_steps_writes_no_events(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("events-*"))
 
 
+def test_without_internals_of_torch_copies_are_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._dynamo import callback
+
+    monkeypatch.delattr(callback.CompilationCallbackHandler, "run_start_callbacks")
+    torch._dynamo.reset()
+    net, original = model(), torch.Tensor.to
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with profiled(tmp_path) as measured:
+        measured.session.tracker._on_gpu()
+        assert torch.Tensor.to is original
+        for batch in loader(3):
+            train_step(net, optimizer, *batch)
+    (line,) = (tmp_path / WARNINGS_FILE).read_text().splitlines()
+    assert "copies to the GPU are not counted" in json.loads(line)["text"]
+    assert len(measured.log.steps) == 3
+
+
 def test_ranks_without_collectives_have_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,7 +80,11 @@ class Session:
             self._collectives.install()
 
     def _count_copies(self) -> None:
-        self._copies.install(self._hooks, self.guard)
+        try:
+            self._copies.install(self._hooks, self.guard)
+        except (ImportError, AttributeError, TypeError) as error:
+            # It uses internals of torch.compile, which other versions may not have.
+            warn(self.folder, f"copies to the GPU are not counted: {error_line(error)}")
 
     def _end_step(self) -> None:
         if not self._is_open:

@@ -99,6 +99,7 @@ class DeviceCopies:
         self._pending: deque[tuple[CopySite, int, GpuInterval]] = deque(maxlen=MAX_PENDING)
 
     def install(self, hooks: Hooks, guard: Guard) -> None:
+        """Raises an error, and replaces nothing, if torch.compile lacks what this uses."""
         # Importing it takes long, but optimizers of torch do so in their first step.
         from torch._dynamo import callback, convert_frame, trace_rules
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from types import CodeType, FrameType
@@ -132,7 +132,8 @@ class ScriptCalls:
                     return original(*args, **kwargs)
                 began = perf_counter()
                 result = original(*args, **kwargs)
-                note(name, getframe(1), perf_counter() - began, args, result)
+                seconds = perf_counter() - began
+                note(name, getframe(1), seconds, (*args, *kwargs.values()), result)
                 return result
 
             return call
@@ -213,14 +214,15 @@ class ScriptCalls:
             tracker.clock.phase in NOT_IN_STEPS and name != CHECKPOINT_CALL
         ):
             return
-        site = self._site(name, frame)
-        is_asynchronous = name.startswith("dist.") and result is not None
-        if site is None or is_asynchronous:
+        site, is_collective = self._site(name, frame), name.startswith("dist.")
+        # Objects are sent from the host, and waited for.
+        tensors = tensors_of(args) if is_collective and "object" not in name else []
+        if site is None or (is_collective and not blocks_program(tensors, result)):
             return
         tracker.timed_calls += 1
         site.add(seconds, tracker.steps)
-        if name.startswith("dist.") and args and isinstance(args[0], Tensor):
-            site.bytes += args[0].nbytes
+        if tensors:
+            site.bytes += tensors[0].nbytes
 
     def _site(self, name: str, frame: FrameType) -> CallSite | None:
         key = frame.f_code, frame.f_lineno, name
@@ -344,3 +346,18 @@ class ScriptCalls:
                 "searches": use.searches,
                 "search_seconds": round(use.search_seconds, 6),
             }
+
+
+def tensors_of(args: Sequence[Any]) -> list[Tensor]:
+    """The tensors among the arguments of a collective, and in lists of them."""
+    flat = (one for each in args for one in (each if isinstance(each, list) else (each,)))
+    return [one for one in flat if isinstance(one, Tensor)]
+
+
+def blocks_program(tensors: Sequence[Tensor], result: object) -> bool:
+    """Whether the program waits in a collective until it has ended.
+
+    An asynchronous one has a result to wait for. On a GPU, a synchronous one is only put into the
+    stream, behind which later work waits.
+    """
+    return result is None and not any(one.is_cuda for one in tensors)
