@@ -1,11 +1,7 @@
-"""Records every collective of every process group, from Python and C++.
+"""Records every collective of every process group, from its arrival to its end.
 
-torch.distributed, the C++ code of DistributedDataParallel, FSDP and functional collectives all call
-operators of the dispatcher: `c10d::allreduce_` and others. `CollectiveRecorder` adds kernels for
-the dispatch key BackendSelect, which has none for them, and which every call passes before it
-reaches the kernel of its device. The kernel notes the arrival and calls the next one, so tensors,
-process groups and results are those of the program. Process groups that are Python classes do not
-use these operators (python_groups.py).
+Kernels of the dispatcher call it (kernels.py), and methods of process groups that are Python
+classes (python_groups.py).
 
 The program's thread is blocked by
 
@@ -22,8 +18,6 @@ synchronous one by those around it. While a CUDA graph is captured, nothing is r
 
 from __future__ import annotations
 
-import inspect
-import sys
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -31,23 +25,20 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from random import Random
-from threading import get_ident
 from time import perf_counter
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import graph
 from torch.distributed import distributed_c10d
 
 from paceline.measure.timeline import is_capturing
-from paceline.profiler.collectives import operations as collective_operations
 from paceline.profiler.collectives.backward_passes import BackwardPasses, unbox
 from paceline.profiler.collectives.blocked_thread import BlockedThread, Program
 from paceline.profiler.collectives.ddp import DdpModels
 from paceline.profiler.collectives.gloo_threads import wait_until_idle
+from paceline.profiler.collectives.kernels import Arrival, CollectiveKernels
 from paceline.profiler.collectives.log import (
     ASYNC,
     BACKWARD,
@@ -61,7 +52,7 @@ from paceline.profiler.collectives.operations import Operation, transfer_counts
 from paceline.profiler.collectives.python_groups import PythonGroups
 from paceline.profiler.tracking.event_queue import Guard
 from paceline.profiler.tracking.gpu_times import GpuInterval
-from paceline.profiler.tracking.hooks import Hooks, never_compile
+from paceline.profiler.tracking.hooks import Hooks
 
 EXACT_SECONDS = 0.1
 """Mean interval between operations, or backward passes, whose exact end is noted by a callback. It
@@ -77,15 +68,6 @@ BLOCKING_FUNCTIONS: tuple[tuple[Any, str], ...] = (
 )
 """C++ functions that issue collectives and wait for them."""
 
-DISPATCH_SECONDS = 25e-6
-"""Estimate of what a kernel in Python costs before and after it runs, with cold caches
-(docs/design-notes.md)."""
-
-_RUN_BACKWARD = inspect.unwrap(graph._engine_run_backward).__code__
-"""The innermost function in Python while the engine runs."""
-
-_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
-
 
 @dataclass(slots=True)
 class _Group:
@@ -99,11 +81,6 @@ class _Group:
     """Of the operations so far, by operation, size, peer and dtype."""
     is_nccl: bool = False
     """Whether its operations run on a GPU, after the functions that wait for them return."""
-
-
-_Arrival = tuple[int, Tensor | None, bool, bool, int]
-"""Position in the log, the first tensor, whether the call does not wait, whether it is one of NCCL,
-and the backward pass that issued it, or -1."""
 
 
 class Pending(NamedTuple):
@@ -132,7 +109,6 @@ class CollectiveRecorder:
         self.blocked = BlockedThread(program, guard)
         self.failed, self.leave = guard(self._failed), guard(self._leave)
         self._folder = folder
-        self._libraries: list[torch.library.Library] = []
         self._groups: dict[str, _Group] = {}
         self._group_numbers = count()
         self._incarnations: dict[str, count[int]] = {}
@@ -140,24 +116,23 @@ class CollectiveRecorder:
         """Those without a callback at their end, in the order of their start."""
         self.end_step = guard(self._poll)
         """The end of what the program does not wait for is known by the end of a step."""
-        self._has_nccl = False
+        self.has_nccl = False
+        """Whether collectives may run on a GPU."""
         self._next_exact = 0.0
         self._random = Random(0)
         self._models = DdpModels(self)
         self._backward_passes = BackwardPasses(self, self._models)
         self.python_groups = PythonGroups(self)
+        self.kernels = CollectiveKernels(self)
 
     def install(self) -> None:
         """Begin to record, when there is a process group: most processes never create one."""
         self.hooks.replace(distributed_c10d, "_new_process_group_helper", self._make_creation)
         if distributed_c10d._world.pg_map:
-            self._install_kernels()
+            self._install_hooks()
 
-    def _install_kernels(self) -> None:
-        for operation in collective_operations.ALL:
-            if hasattr(torch.ops.c10d, operation.op):
-                self._add_kernel(operation)
-        self._add_wait_kernel()
+    def _install_hooks(self) -> None:
+        self.kernels.enable()
         for name in ("wait", "synchronize"):
             self.hooks.replace(dist.Work, name, self._make_blocking)
         for owner, name in BLOCKING_FUNCTIONS:
@@ -168,9 +143,7 @@ class CollectiveRecorder:
 
     def remove(self) -> None:
         self.hooks.remove()
-        for library in self._libraries:
-            library._destroy()
-        self._libraries.clear()
+        self.kernels.disable()
         if self.log is not None:
             wait_until_idle()
             self.guard(self._poll)()
@@ -179,107 +152,6 @@ class CollectiveRecorder:
             log.close()
         self.pending.clear()
         self._polled.clear()
-
-    # Kernels
-
-    def _add_kernel(self, operation: Operation) -> None:
-        op = getattr(torch.ops.c10d, operation.op).default
-        names = [argument.name for argument in op._schema.arguments]
-        at_group = names.index("process_group")
-        at_async = names.index("async_op") if "async_op" in names else len(names)
-        at_peer = next(
-            (names.index(name) for name in ("root_rank", "dst", "src") if name in names), 0
-        )
-        returns_work_only = len(op._schema.returns) == 1
-        redispatch = op._handle.redispatch_boxed
-        group_of = dist.ProcessGroup.unbox
-        blocks = operation.blocks
-        graph_task = torch._C._current_graph_task_id
-
-        inside, blocked = self.python_groups.inside, self.blocked
-        program = blocked.program
-        begin_interval, end_interval = self.guard(GpuInterval), self.guard(self._end_interval)
-
-        @self.guard
-        def arrive(args: tuple[Any, ...], arrival: float) -> _Arrival | None:
-            # Arguments at the end that have their default value are omitted.
-            is_async = not blocks and (len(args) <= at_async or args[at_async])
-            group, peer = group_of(args[at_group]), args[at_peer] if at_peer else -1
-            tensor, size_bytes = operation.measure(args)
-            if tensor is not None and tensor.is_cuda and is_capturing():
-                return None
-            task = graph_task()
-            position = self.begin(
-                operation, group, tensor, size_bytes, peer, is_async, arrival, task
-            )
-            is_nccl = self._has_nccl and self._uses_nccl(group, tensor, position)
-            return position, tensor, is_async, is_nccl, task
-
-        @self.guard
-        def launched(result: Any, arrived: _Arrival, caller: FrameType | None) -> None:
-            work = result if returns_work_only else result[1]
-            position, _, _, is_nccl, task = arrived
-            is_engine = caller is None or caller.f_code is _RUN_BACKWARD
-            if task != -1 and not is_nccl and is_engine:
-                # C++ code such as that of DDP issued it: the program has no Work to wait for.
-                self._backward_passes.add(task, position, work)
-            else:
-                self._launched(operation, work, *arrived)
-
-        def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-            arrival = perf_counter()
-            # Recorded before it is issued: a mismatch may end the process at once.
-            arrived = None if inside and get_ident() in inside else arrive(args, arrival)
-            if arrived is None:
-                return redispatch(keyset & _BELOW, *args, **kwargs)
-            position, tensor, is_async, is_nccl, _ = arrived
-            # One of NCCL that is synchronous is executed by the current stream, without a Work.
-            is_synchronous = is_nccl and not is_async
-            before = blocked.enter() if blocks or is_synchronous else None
-            device = None if tensor is None else tensor.device
-            interval = begin_interval(device) if is_synchronous else None
-            began = perf_counter()
-            try:
-                result = redispatch(keyset & _BELOW, *args, **kwargs)
-            except BaseException:
-                self.failed(position)
-                raise
-            finally:
-                ended = perf_counter()
-                if interval is not None:
-                    end_interval(interval, position)
-                    blocked.leave(before)
-                elif blocks:
-                    self.leave(before, position, arrival)
-            if not (blocks or is_synchronous):
-                launched(result, arrived, sys._getframe().f_back)
-            program.recorder_seconds += began - arrival + perf_counter() - ended + DISPATCH_SECONDS
-            return result
-
-        self._implement("c10d", operation.op, kernel)
-
-    def _add_wait_kernel(self) -> None:
-        redispatch = torch.ops._c10d_functional.wait_tensor.default._handle.redispatch_boxed
-        take = self.guard(self._take_by_storage)
-
-        def kernel(keyset: Any, tensor: Tensor) -> Any:
-            waiting = take(tensor)
-            if not waiting:
-                return redispatch(keyset & _BELOW, tensor)
-            began = perf_counter()
-            before = self.blocked.enter()
-            try:
-                return redispatch(keyset & _BELOW, tensor)
-            finally:
-                for pending in waiting:
-                    self.leave(before, None if pending.is_on_gpu else pending.position, began)
-
-        self._implement("_c10d_functional", "wait_tensor", kernel)
-
-    def _implement(self, namespace: str, name: str, kernel: Callable[..., Any]) -> None:
-        library = torch.library.Library(namespace, "IMPL")
-        library.impl(name, never_compile(kernel), "BackendSelect", with_keyset=True)
-        self._libraries.append(library)
 
     # The life of a collective
 
@@ -326,28 +198,25 @@ class CollectiveRecorder:
             self.blocked.add_to_section(self.log, position)
         return position
 
-    def _uses_nccl(self, group: Any, tensor: Tensor | None, position: int) -> bool:
+    def uses_nccl(self, group: Any, tensor: Tensor | None, position: int) -> bool:
         if not (self._groups[group.group_name].is_nccl and (tensor is None or tensor.is_cuda)):
             return False
         if self.log is not None:
             self.log.set_flag(position, ON_GPU)
         return True
 
-    def _end_interval(self, interval: GpuInterval, position: int) -> None:
+    def end_interval(self, interval: GpuInterval, position: int) -> None:
         interval.end()
         self._poll()
         self._poll_later(Pending(interval, position, 0, is_on_gpu=True))
 
-    def _launched(
-        self,
-        operation: Operation,
-        work: Any,
-        position: int,
-        tensor: Tensor | None,
-        is_async: bool,
-        is_nccl: bool,
-        task: int,
-    ) -> None:
+    def launched(self, operation: Operation, work: Any, arrived: Arrival, is_engine: bool) -> None:
+        """`is_engine`: in a backward pass, C++ code called the operator, not Python code."""
+        position, tensor, is_async, is_nccl, task = arrived
+        if task != -1 and not is_nccl and is_engine:
+            # C++ code such as that of DDP issued it: the program has no Work to wait for.
+            self._backward_passes.add(task, position, work)
+            return
         own = unbox(work)
         if own is None:
             # Several operations are launched together, and only the last one has a Work.
@@ -400,7 +269,7 @@ class CollectiveRecorder:
         self._polled.append(pending)
 
     def _poll(self) -> None:
-        if self._has_nccl and is_capturing():
+        if self.has_nccl and is_capturing():
             return
         while self._polled and self._polled[0].work.is_completed():
             pending = self._polled.popleft()
@@ -478,8 +347,8 @@ class CollectiveRecorder:
 
         return wait
 
-    def _take_by_storage(self, tensor: Tensor) -> list[Pending]:
-        if not self.pending or (self._has_nccl and is_capturing()):
+    def take_by_storage(self, tensor: Tensor) -> list[Pending]:
+        if not self.pending or (self.has_nccl and is_capturing()):
             return []
         storage = _address(tensor)
         found = [each for each in list(self.pending.values()) if each.storage == storage]
@@ -509,15 +378,15 @@ class CollectiveRecorder:
             backend=dist.get_backend(group) if ranks else group.name(),
         )
         known.is_nccl = _times_nccl(group)
-        self._has_nccl |= known.is_nccl
+        self.has_nccl |= known.is_nccl
         self._groups[name] = known
         return known
 
     def _make_creation(self, original: Any) -> Any:
         @self.guard
         def created(group: Any) -> None:
-            if not self._libraries:
-                self._install_kernels()
+            if not self.kernels.are_enabled:
+                self._install_hooks()
             if isinstance(group, dist.ProcessGroup):
                 # The name of a destroyed group is used again.
                 self._groups.pop(group.group_name, None)
