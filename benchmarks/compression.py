@@ -14,11 +14,11 @@ import statistics
 from time import thread_time
 
 import torch
-from torch import Tensor
 
 from common.stats import quartiles
 from paceline.compression import CODECS, create
-from paceline.compression.codec import Codec, WireBytes, drive
+from paceline.compression.codec import WireBytes
+from paceline.compression.timing import exchange_seconds
 from paceline.measure.machine import hardware, software
 
 SHAPES = ((1250, 2000),)
@@ -62,25 +62,11 @@ def measure(repeats: int) -> dict[tuple[str, int], list[float]]:
         for case, codec in cases.items():
             # In training a codec runs repeatedly with warm memory, so only the last call counts.
             for _ in range(3):
-                nanoseconds = time_of_one(codec, scratch.copy_(gradient), case[1])
-            times[case].append(nanoseconds / ELEMENTS)
+                seconds = exchange_seconds(
+                    codec, scratch.copy_(gradient), case[1], SHAPES, thread_time
+                )
+            times[case].append(1e9 * seconds / ELEMENTS)
     return times
-
-
-def time_of_one(codec: Codec, gradient: Tensor, world: int) -> float:
-    """Nanoseconds of an exchange without the copies that replace the other workers."""
-    copying = 0.0
-
-    def copies(payload: Tensor) -> list[Tensor]:
-        nonlocal copying
-        begin = thread_time()
-        answers = [payload.clone() for _ in range(world)]
-        copying += thread_time() - begin
-        return answers
-
-    begin = thread_time()
-    drive(codec.exchange("matrix", gradient, SHAPES), lambda tensor: tensor, copies)
-    return (thread_time() - begin - copying) * 1e9
 
 
 def pays_below(wire: WireBytes, world: int, nanoseconds: float) -> str:

@@ -14,6 +14,7 @@ from paceline.comm.communicator import Communicator
 from paceline.comm.rank_info import SINGLE_PROCESS
 from paceline.comm.work import CompletedWork, Work
 from paceline.commbench import operations, runner
+from paceline.commbench.codecs import WORLD_SIZES, CodecTiming, time_codecs
 from paceline.commbench.record import Limit, link_limit, make_record
 from paceline.commbench.runner import CaseTiming, time_size
 from paceline.commbench.spec import OPERATIONS, BenchmarkSpec, Case, make_spec
@@ -126,7 +127,14 @@ def record_of(samples: Sequence[float], size: int, limit: Limit | None) -> dict[
     rank_info = SINGLE_PROCESS.__class__(0, 4, 0, 4, 0, 1, "127.0.0.1", 0, False)
     timed = CaseTiming(spec.cases()[0], size, batch=1, repeats=len(samples), samples=list(samples))
     return make_record(
-        spec, rank_info, [timed], [], {"link": limit, "memory": None}, None, tensors="main memory"
+        spec,
+        rank_info,
+        [timed],
+        [CodecTiming("bf16", 8, 1024, [0.5, 0.25, 0.75])],
+        [],
+        {"link": limit, "memory": None},
+        None,
+        tensors="main memory",
     )
 
 
@@ -138,6 +146,29 @@ def test_bandwidths_are_of_the_median_and_the_bus_carries_what_an_all_reduce_mus
     assert entry["bus_bytes_per_second"] == 3e6
     assert entry["share_of_limit"] == 0.5
     assert entry["seconds"] == {"mean": 3.25, "median": 0.5, "p95": 9.0, "least": 0.25}
+
+
+def test_a_codec_has_a_summary_and_all_samples() -> None:
+    (entry,) = record_of([1.0], size=4, limit=None)["codecs"]
+    assert (entry["codec"], entry["workers"], entry["bytes"]) == ("bf16", 8, 1024)
+    assert entry["seconds"] == {"mean": 0.5, "median": 0.5, "p95": 0.75, "least": 0.25}
+    assert entry["samples_seconds"] == [0.5, 0.25, 0.75]
+
+
+def test_codecs_are_timed_alike_on_every_worker() -> None:
+    spec = quick_spec(codecs="bf16,int8", sizes="1k,4k")
+    device = torch.device("cpu")
+
+    def work(team: Communicator) -> list[CodecTiming]:
+        return time_codecs(spec, team, device, runner._slowest)
+
+    first, *others = in_process.run(3, work)
+    assert {(each.codec, each.size_bytes) for each in first} == {
+        (codec, size) for codec in ("bf16", "int8") for size in (1024, 4096)
+    }
+    assert {each.workers for each in first} == set(WORLD_SIZES)
+    assert all(len(each.samples) == 2 and min(each.samples) > 0 for each in first)
+    assert others == [first, first]
 
 
 def test_without_a_limit_there_is_no_share_of_it() -> None:

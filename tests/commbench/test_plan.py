@@ -34,7 +34,10 @@ def test_only_all_reduce_has_algorithms_to_choose_from() -> None:
 
 def test_a_spec_goes_through_json() -> None:
     spec = make_spec(
-        {"cluster": "nodes=3", "nproc_per_node": 2}, operations=",".join(OPERATIONS), link="1gbit"
+        {"cluster": "nodes=3", "nproc_per_node": 2},
+        operations=",".join(OPERATIONS),
+        link="1gbit",
+        codecs="bf16",
     )
     assert BenchmarkSpec.from_dict(spec.to_dict()) == spec
 
@@ -48,6 +51,7 @@ def test_all_problems_are_reported_at_once() -> None:
             operations="sum",
             algorithms=",",
             communicators="mpi",
+            codecs="zip",
             repeats=0,
             seconds=0,
             link="fast",
@@ -65,4 +69,5 @@ def test_all_problems_are_reported_at_once() -> None:
         "--operations",
         "--algorithms",
         "--communicators",
+        "--codecs",
     ]

@@ -41,6 +41,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         " default: both with several workers per machine",
     )
     selection.add_argument(
+        "--codecs",
+        metavar="A,B",
+        help="also time encoding and decoding of these codecs of `paceline list codecs`",
+    )
+    selection.add_argument(
         "--link", metavar="RATE", help="link bandwidth to compare with, such as 1gbit"
     )
     effort = parser.add_argument_group("Effort")
@@ -98,6 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
         operations=arguments.operations,
         algorithms=arguments.algorithms,
         communicators=arguments.communicators,
+        codecs=arguments.codecs,
         repeats=None if repeats is None else int(repeats),
         seconds=number("--seconds", float, arguments.seconds) or 0.0,
         most_seconds=number("--most-seconds", float, arguments.most_seconds) or 0.0,

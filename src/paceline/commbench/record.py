@@ -18,6 +18,9 @@
                       whose times clearly rise with size:
                       latency_seconds, bus_bytes_per_second, each also with _error (null with two
                       sizes); share_of_limit
+    codecs            one for each codec, number of workers and size: bytes of the gradient, workers
+                      whose payloads are decoded, repeats, samples_seconds,
+                      seconds {mean, median, p95, least} of encoding and decoding
     left_out          sizes skipped because smaller ones took too long, with their case
 
 docs/metrics.md defines the metrics.
@@ -38,6 +41,7 @@ from paceline.measure.machine import hardware, software
 from paceline.records import SCHEMA
 
 if TYPE_CHECKING:
+    from paceline.commbench.codecs import CodecTiming
     from paceline.commbench.runner import CaseTiming
 
 
@@ -80,6 +84,7 @@ def make_record(
     spec: BenchmarkSpec,
     rank_info: RankInfo,
     timings: Sequence[CaseTiming],
+    codecs: Sequence[CodecTiming],
     left_out: Sequence[tuple[Case, int]],
     limits: dict[str, Limit | None],
     cluster: dict[str, Any] | None,
@@ -101,29 +106,45 @@ def make_record(
         "limits": {kind: asdict(each) if each else None for kind, each in limits.items()},
         "measurements": [_measurement(timing, rank_info.world_size, rate) for timing in timings],
         "fits": _fits(spec, timings, rank_info.world_size, rate),
+        "codecs": [_codec_measurement(timing) for timing in codecs],
         "left_out": [{**asdict(case), "bytes": size} for case, size in left_out],
     }
 
 
 def _measurement(timing: CaseTiming, workers: int, limit: float | None) -> Record:
-    samples = sorted(timing.samples)
-    median = statistics.median(samples)
+    median = statistics.median(timing.samples)
     bus = BUS_FACTORS[timing.case.operation](workers) * timing.size_bytes / median
     return {
         **asdict(timing.case),
         "bytes": timing.size_bytes,
         "repeats": timing.repeats,
         "operations_per_repeat": timing.batch,
-        "seconds": {
-            "mean": statistics.fmean(samples),
-            "median": median,
-            "p95": samples[min(len(samples) - 1, round(0.95 * (len(samples) - 1)))],
-            "least": samples[0],
-        },
+        "seconds": _summary(timing.samples),
         "algorithm_bytes_per_second": timing.size_bytes / median,
         "bus_bytes_per_second": bus,
         "share_of_limit": bus / limit if limit else None,
         "samples_seconds": timing.samples,
+    }
+
+
+def _codec_measurement(timing: CodecTiming) -> Record:
+    return {
+        "codec": timing.codec,
+        "workers": timing.workers,
+        "bytes": timing.size_bytes,
+        "repeats": len(timing.samples),
+        "seconds": _summary(timing.samples),
+        "samples_seconds": timing.samples,
+    }
+
+
+def _summary(seconds: Sequence[float]) -> Record:
+    samples = sorted(seconds)
+    return {
+        "mean": statistics.fmean(samples),
+        "median": statistics.median(samples),
+        "p95": samples[min(len(samples) - 1, round(0.95 * (len(samples) - 1)))],
+        "least": samples[0],
     }
 
 

@@ -25,6 +25,9 @@ def print_record(record: dict[str, Any], console: Console | None = None) -> None
         fits = _of(section, record["fits"])
         if fits:
             console.print(_fits_table(fits))
+    if record.get("codecs"):
+        console.print("\nencoding and decoding, without communication", style="bold")
+        console.print(_codecs_table(record["codecs"]))
     console.print(_footer(record))
 
 
@@ -79,10 +82,23 @@ def _fits_table(fits: list[dict[str, Any]]) -> Table:
     return table
 
 
+def _codecs_table(entries: list[dict[str, Any]]) -> Table:
+    table = _table("codec", "size", "workers", "mean", "median", "p95")
+    for entry in entries:
+        seconds = entry["seconds"]
+        table.add_row(
+            entry["codec"],
+            size_text(entry["bytes"]),
+            str(entry["workers"]),
+            *(seconds_text(seconds[name]) for name in ("mean", "median", "p95")),
+        )
+    return table
+
+
 def _table(*titles: str) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     for title in titles:
-        is_text = title in ("algorithm", "fit over all sizes")
+        is_text = title in ("algorithm", "codec", "fit over all sizes")
         table.add_column(title, justify="left" if is_text else "right", no_wrap=True)
     return table
 

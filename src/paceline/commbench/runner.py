@@ -24,6 +24,7 @@ from paceline.comm.communicator import Communicator
 from paceline.comm.objects import all_gather_scalars, broadcast_json
 from paceline.comm.rank_info import RankInfo
 from paceline.commbench import operations
+from paceline.commbench.codecs import time_codecs
 from paceline.commbench.operations import ELEMENT_BYTES, Operation
 from paceline.commbench.progress import ShowProgress, progress_display
 from paceline.commbench.record import RECORD_FILE, Limit, Record, link_limit, make_record
@@ -106,6 +107,7 @@ def run(
         device = choose_device(config, rank_info.local_rank)
         buffer = run_collectively(network, lambda: _allocate(spec, rank_info.world_size, device))
         timings, left_out = _time_all_sizes(spec, communicators, buffer, show)
+        codecs = time_codecs(spec, network, device, _slowest)
         memory: Limit | None = None
         # Main memory does not limit an exchange between GPUs.
         if rank_info.nnodes == 1 and device.type == "cpu":
@@ -117,7 +119,7 @@ def run(
     cluster = cluster_record()
     limits = {"link": link_limit(spec, cluster), "memory": memory}
     location = _tensor_location(device, rank_info)
-    return make_record(spec, rank_info, timings, left_out, limits, cluster, location)
+    return make_record(spec, rank_info, timings, codecs, left_out, limits, cluster, location)
 
 
 def _allocate(spec: BenchmarkSpec, workers: int, device: torch.device) -> Tensor:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.comm.algorithms import ALGORITHMS
+from paceline.compression import CODECS
 from paceline.config import RunConfig, cluster_spec, from_mapping
 from paceline.errors import ConfigError, UsageError, shown
 
@@ -122,6 +123,8 @@ class BenchmarkSpec:
     """Nominal bandwidth of a machine's link in each direction; None: unknown."""
     pause_seconds: float = 0.0
     """Before each operation, which is then timed alone; 0: without pauses, in batches."""
+    codecs: tuple[str, ...] = ()
+    """Whose encoding and decoding is timed too."""
 
     def cases(self) -> list[Case]:
         return [
@@ -142,11 +145,11 @@ class BenchmarkSpec:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> BenchmarkSpec:
-        lists = ("sizes", "operations", "algorithms", "communicators")
+        lists = ("sizes", "operations", "algorithms", "communicators", "codecs")
         return cls(
             **{
                 **values,
-                **{name: tuple(values[name]) for name in lists},
+                **{name: tuple(values[name]) for name in lists if name in values},
                 "machines": machines(values["machines"]),
             }
         )
@@ -175,6 +178,7 @@ def make_spec(
     most_seconds: float = 2.0,
     link: str | None = None,
     pause: float = 0.0,
+    codecs: str | None = None,
 ) -> BenchmarkSpec:
     """Parse command-line values; ConfigError reports all problems at once."""
     problems: list[str] = []
@@ -203,6 +207,7 @@ def make_spec(
         "operations": _select("--operations", operations, OPERATIONS, problems),
         "algorithms": _select("--algorithms", algorithms, names, problems),
         "communicators": _select("--communicators", communicators, COMMUNICATORS, problems),
+        "codecs": () if codecs is None else _select("--codecs", codecs, CODECS.names(), problems),
     }
     try:
         config = machines(machine_settings)
