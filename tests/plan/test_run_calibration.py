@@ -253,7 +253,8 @@ def test_strategies_that_cannot_be_planned_are_skipped_with_a_note(
                 ("overlap", "algorithm=json:loads"),
             ]
         ),
-        (["{root}", "-o", "codec=int8"], "-o codec: no plan for 'int8': compare short runs"),
+        (["{root}", "-o", "codec=powersgd"], "-o codec: no plan for 'powersgd': choose from bf16,"),
+        (["{root}", "-o", "codec=int8"], "the time of codec int8 is not known: add `paceline comm"),
         (["{root}", "-o", "algorithm=foo"], "-o algorithm: no plan for 'foo': choose from root,"),
         (["{root}", "--batch-size", "-3"], "--batch-size: must be a number from 1 to"),
         (["{root}", "--slowdown", "0.5"], "--slowdown: must be a number from 1 to 1000"),

@@ -87,6 +87,16 @@ class CollectiveTiming:
 
 
 @dataclass(frozen=True, slots=True)
+class CodecTiming:
+    """Encoding and decoding by size of the gradient, with the codec's default options."""
+
+    codec: str
+    workers: int
+    """That the payloads are decoded of."""
+    points: tuple[SizePoint, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Contention:
     """What workers on one host, and computation and communication of a worker, cost each other."""
 
@@ -131,6 +141,7 @@ class Calibration:
     residuals: tuple[tuple[float, ...], ...] = ()
     """Of each worker: the compute time of each step, relative to the worker's mean."""
     collectives: tuple[CollectiveTiming, ...] = ()
+    codec_timings: tuple[CodecTiming, ...] = ()
     contention: Contention = field(default_factory=Contention)
     runs: tuple[MeasuredRun, ...] = ()
     """Runs that correct the model for costs that are specific to a strategy."""
@@ -211,6 +222,9 @@ class Calibration:
                 yield "collectives must have two or more workers and at least one host"
             if any(not point.seconds or min(point.seconds) <= 0 for point in timing.points):
                 yield "collectives must have samples above 0"
+        for codec in self.codec_timings:
+            if any(not point.seconds or min(point.seconds) < 0 for point in codec.points):
+                yield "codecs must have samples"
 
 
 _HEADER = ("schema", "kind", "version")

@@ -83,17 +83,23 @@ class CollectiveTime:
     """Round trips, in which other collectives can use the link."""
     busy_seconds: float
     """Transfer, sums and software, which concurrent collectives share."""
+    codec_seconds: float = 0.0
+    """Encoding and decoding, which share the worker's cores with its backward pass."""
 
     @property
     def seconds(self) -> float:
-        return self.delay_seconds + self.busy_seconds
+        return self.delay_seconds + self.busy_seconds + self.codec_seconds
 
     def scaled(self, factor: float) -> CollectiveTime:
-        return CollectiveTime(self.delay_seconds * factor, self.busy_seconds * factor)
+        return CollectiveTime(
+            self.delay_seconds * factor, self.busy_seconds * factor, self.codec_seconds * factor
+        )
 
     def __add__(self, other: CollectiveTime) -> CollectiveTime:
         return CollectiveTime(
-            self.delay_seconds + other.delay_seconds, self.busy_seconds + other.busy_seconds
+            self.delay_seconds + other.delay_seconds,
+            self.busy_seconds + other.busy_seconds,
+            self.codec_seconds + other.codec_seconds,
         )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline.plan.calibration import Contention, Gradient
+from paceline.plan.codec_cost import CodecCost
 from paceline.plan.collective_cost import CollectiveTime, rounds_of
 
 Collective = Callable[[str, str, float], CollectiveTime]
@@ -47,10 +48,38 @@ class Job:
     contention: Contention = field(default_factory=Contention)
     local_factor: float = 1.0
     """Compute time of the slowest worker over several local steps, relative to `compute`."""
+    codec: CodecCost | None = None
 
     @property
     def gradient_bytes(self) -> int:
         return sum(each.size_bytes for each in self.gradients)
+
+    def reduction(self, algorithm: str, size_bytes: int) -> CollectiveTime:
+        """Time of the sum of gradients of this size, which the codec encodes."""
+        if self.codec is None:
+            return self.collective("all_reduce", algorithm, size_bytes)
+        wire = self.codec.wire_bytes(size_bytes)
+        times = [self.collective("all_reduce", algorithm, size) for size in wire.sums]
+        times += [
+            self.collective("all_gather", "library", size * self.workers) for size in wire.gathers
+        ]
+        encoding = CollectiveTime(0.0, 0.0, self.codec.seconds(size_bytes, self.workers))
+        return sum(times, encoding)
+
+    def reduction_bytes(self, algorithm: str, size_bytes: int) -> float:
+        """Bytes of such a sum in one direction of the busiest link."""
+        if self.codec is None:
+            return link_bytes_of("all_reduce", algorithm, self.workers, size_bytes)
+        wire = self.codec.wire_bytes(size_bytes)
+        return math.fsum(
+            [
+                *(link_bytes_of("all_reduce", algorithm, self.workers, size) for size in wire.sums),
+                *(
+                    link_bytes_of("all_gather", "library", self.workers, size * self.workers)
+                    for size in wire.gathers
+                ),
+            ]
+        )
 
     def option(self, name: str, default: float) -> float:
         text = self.options.get(name)

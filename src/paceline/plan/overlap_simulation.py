@@ -2,7 +2,8 @@
 
 Collectives start in order, each when its gradients are ready and one of the communicator's threads
 is free. The round trips of two collectives overlap; their transfers share the link. While a
-collective is in progress, computation is slower, and vice versa.
+collective is in progress, computation is slower, and vice versa. A worker has no more threads for
+the backward pass than cores, so while it encodes a gradient, both progress at half speed.
 """
 
 from __future__ import annotations
@@ -42,14 +43,38 @@ class OverlapTimes:
 class _Active:
     """A collective in progress."""
 
-    __slots__ = ("busy", "delay")
+    __slots__ = ("busy", "codec", "delay")
 
     def __init__(self, time: CollectiveTime) -> None:
-        self.delay, self.busy = time.delay_seconds, time.busy_seconds
+        self.codec, self.delay, self.busy = (
+            time.codec_seconds, time.delay_seconds, time.busy_seconds,
+        )  # fmt: skip
 
     @property
     def is_done(self) -> bool:
-        return self.delay <= EPSILON and self.busy <= EPSILON
+        return self.codec <= EPSILON and self.delay <= EPSILON and self.busy <= EPSILON
+
+    @property
+    def is_encoding(self) -> bool:
+        return self.codec > EPSILON
+
+    @property
+    def is_transferring(self) -> bool:
+        return not self.is_encoding and self.delay <= EPSILON
+
+    def seconds_left(self, codec_rate: float, transfer_rate: float) -> float:
+        """Of what it does now."""
+        if self.is_encoding:
+            return self.codec / codec_rate
+        return self.busy / transfer_rate if self.is_transferring else self.delay
+
+    def progress(self, seconds: float, codec_rate: float, transfer_rate: float) -> None:
+        if self.is_encoding:
+            self.codec -= seconds * codec_rate
+        elif self.is_transferring:
+            self.busy -= seconds * transfer_rate
+        else:
+            self.delay -= seconds
 
 
 def simulate_overlap(
@@ -75,10 +100,13 @@ def simulate_overlap(
         ):
             active.append(_Active(waiting.pop().time))
         compute_rate = 1 / contention.compute_slowdown if active else 1.0
-        sharing = sum(each.delay <= EPSILON for each in active)
+        codec_rate = 1.0
+        if is_computing and any(each.is_encoding for each in active):
+            compute_rate = codec_rate = 0.5
+        sharing = sum(each.is_transferring for each in active)
         busy_rate = 1 / (contention.communication_slowdown if is_computing else 1.0)
-        share = busy_rate / sharing if sharing else 0.0
-        steps = [each.delay if each.delay > EPSILON else each.busy / share for each in active]
+        rates = codec_rate, busy_rate / max(sharing, 1)
+        steps = [each.seconds_left(*rates) for each in active]
         if is_computing:
             target = backward_seconds
             if waiting and len(active) < threads:
@@ -87,10 +115,7 @@ def simulate_overlap(
         step = max(0.0, min(steps))
         now += step
         for each in active:
-            if each.delay > EPSILON:
-                each.delay -= step
-            else:
-                each.busy -= step * share
+            each.progress(step, *rates)
         active = [each for each in active if not each.is_done]
         if is_computing:
             computed += step * compute_rate

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from paceline.errors import MissingMeasurementError
 from paceline.plan.calibration import COMPUTE_PHASES, Calibration, MeasuredRun
 from paceline.plan.cluster_simulation import Racks, racks_factor
+from paceline.plan.codec_cost import CODEC_OPTIONS, CodecCost, codec_cost
 from paceline.plan.collective_cost import CollectiveTime
 from paceline.plan.collective_times import CollectiveMeasurements, CollectiveTimes, Place
 from paceline.plan.compute_times import ComputeTimes
@@ -177,6 +178,14 @@ class _Sample:
         self.correction_error = float(errors[2])
         """In standard deviations."""
         self._slowest: dict[tuple[float, int, float, int], float] = {}
+        self._codec_timings, self._random = calibration.codec_timings, random
+        self._codecs: dict[tuple[str | None, ...], CodecCost | None] = {}
+
+    def codec(self, options: Mapping[str, str]) -> CodecCost | None:
+        key = tuple(options.get(name) for name in CODEC_OPTIONS)
+        if key not in self._codecs:
+            self._codecs[key] = codec_cost(options, self._codec_timings, self._random)
+        return self._codecs[key]
 
     def slowest(self, independence: float, workers: int, slowdown: float, steps: int) -> float:
         """The expected maximum over the workers, of residuals that vary by this share."""
@@ -277,6 +286,7 @@ class Predictor:
         compute = sample.compute.at(target.samples_of_worker)
         cores = self._core_factor(target)
         compute = compute.scaled(compute_factor * slowest * cores)
+        codec = sample.codec(target.options)
         if target.strategy == "parameter_server":
             # The servers update the weights, which no worker slows.
             compute = replace(compute, update=compute.update / slowest)
@@ -297,6 +307,7 @@ class Predictor:
             collective,
             self.calibration.contention,
             local / slowest,
+            codec and replace(codec, factor=compute_factor * cores),
         )
 
     def _core_factor(self, target: Target) -> float:
@@ -358,7 +369,9 @@ class Predictor:
             and Place(run.backend, run.hosts > 1, run.link) == target.place
         ]
         form = _form(target.strategy, target.options)
-        same = [run for run in runs if _form(run.strategy, run.options) == form]
+        same = [run for run in runs if _form(run.strategy, run.options) == form] or [
+            run for run in runs if _form(run.strategy, run.options) == _without_codec(form)
+        ]
         same = [run for run in same if dict(run.options) == dict(target.options)] or same
         distances = [abs(math.log(run.workers / target.workers)) for run in same or runs]
         chosen = [
@@ -437,5 +450,13 @@ class Predictor:
         return found
 
 
-def _form(strategy: str, options: Mapping[str, str]) -> tuple[str, dict[str, str]]:
+Form = tuple[str, dict[str, str]]
+
+
+def _form(strategy: str, options: Mapping[str, str]) -> Form:
     return strategy, {key: value for key, value in options.items() if key not in SIZE_OPTIONS}
+
+
+def _without_codec(form: Form) -> Form:
+    strategy, options = form
+    return strategy, {key: value for key, value in options.items() if key not in CODEC_OPTIONS}

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -20,18 +20,19 @@ from paceline.analysis.noise_scale import final_noise_scale
 from paceline.analysis.run import Run
 from paceline.analysis.validation import is_number
 from paceline.config import cluster_spec
-from paceline.errors import RecordsError, UsageError
+from paceline.errors import UsageError
 from paceline.plan.calibration import (
     COMPUTE_PHASES,
     KIND,
     Calibration,
+    CodecTiming,
     CollectiveTiming,
     ComputePoint,
     Contention,
     Gradient,
     MeasuredRun,
-    SizePoint,
 )
+from paceline.plan.comm_records import backend_of, codec_timings, comm_timings
 from paceline.plan.links import Link, link_of_cluster
 from paceline.plan.strategy_options import is_modeled, without_defaults
 from paceline.records import read_json
@@ -68,6 +69,7 @@ def calibrate(paths: Sequence[str], model: str | None = None) -> Calibration:
             raise UsageError(f"{calibrations[0][0]} is a calibration: give it alone")
         return Calibration.from_dict(calibrations[0][1], calibrations[0][0])
     collectives = [one for name, record in records for one in comm_timings(record, name)]
+    codecs = [one for name, record in records for one in codec_timings(record, name)]
     usable = _usable(runs, model)
     if not usable:
         raise UsageError(_why_unusable(runs, model))
@@ -77,7 +79,7 @@ def calibrate(paths: Sequence[str], model: str | None = None) -> Calibration:
     for name in COMPUTE_SETTINGS:
         values = [f"--{name} {run.settings.get(name)}" for run in usable]
         _check_same(values, "settings", "runs with the same settings")
-    return _calibration(usable, collectives)
+    return _calibration(usable, collectives, codecs)
 
 
 def _usable(runs: Iterable[Run], model: str | None) -> list[Run]:
@@ -126,7 +128,11 @@ def _machine(run: Run) -> str:
     return ", ".join(parts)
 
 
-def _calibration(runs: Sequence[Run], collectives: Sequence[CollectiveTiming]) -> Calibration:
+def _calibration(
+    runs: Sequence[Run],
+    collectives: Sequence[CollectiveTiming],
+    codecs: Sequence[CodecTiming],
+) -> Calibration:
     first = runs[0].result or {}
     gradients, has_ready_times = _gradients(runs)
     return Calibration(
@@ -137,11 +143,13 @@ def _calibration(runs: Sequence[Run], collectives: Sequence[CollectiveTiming]) -
             _relative(_step_seconds(run, 0)) for run in runs if run.settings.workers == 1
         ),
         collectives=tuple(collectives),
+        codec_timings=tuple(codecs),
         contention=Contention(cores_per_worker=_cores_per_worker(runs)),
         runs=tuple(
             measured_run(run)
             for run in runs
-            if run.settings.workers > 1 and is_modeled(run.settings.options)
+            if run.settings.workers > 1
+            and is_modeled(run.settings.options, {timing.codec for timing in codecs})
         ),
         optimizer_state_bytes=_state_bytes(runs[0], sum(each.size_bytes for each in gradients)),
         activation_bytes_per_sample=_activation_bytes(runs),
@@ -269,7 +277,7 @@ def measured_run(run: Run) -> MeasuredRun:
         options=without_defaults(
             str(settings.strategy), {key: str(value) for key, value in settings.options.items()}
         ),
-        backend=_backend(str(settings.get("communicator")), settings.nnodes, _has_own_gpus(run)),
+        backend=backend_of(str(settings.get("communicator")), settings.nnodes, _has_own_gpus(run)),
         workers=settings.workers,
         hosts=settings.nnodes,
         link=_link(settings.cluster),
@@ -321,49 +329,3 @@ def _activation_bytes(runs: Sequence[Run]) -> float | None:
         if is_number(setup) and is_number(forward) and forward > setup:
             return (forward - setup) / _samples(run)
     return None
-
-
-def comm_timings(record: Mapping[str, Any], name: str) -> list[CollectiveTiming]:
-    """The measurements of a `paceline comm --json` file."""
-    if record.get("kind") != "comm":
-        raise RecordsError(
-            f"{name} is neither a record of `paceline comm` nor a calibration: give runs, comm"
-            " records or a calibration"
-        )
-    try:
-        hosts, workers = int(record["nodes"]), int(record["workers"])
-        link = _comm_link(record) if hosts > 1 else None
-        cases: dict[tuple[str, str, str], list[SizePoint]] = {}
-        for one in record["measurements"]:
-            key = one["operation"], one["communicator"], one["algorithm"]
-            samples = tuple(float(each) for each in one["samples_seconds"])
-            cases.setdefault(key, []).append(SizePoint(int(one["bytes"]), samples))
-    except (KeyError, TypeError, ValueError) as error:
-        raise RecordsError(f"{name} is damaged: {error!r}") from None
-    own_gpus = record.get("tensors") == "own GPUs"
-    return [
-        CollectiveTiming(
-            _backend(communicator, hosts, own_gpus), operation, algorithm, workers, hosts, link,
-            tuple(points),
-        )
-        for (operation, communicator, algorithm), points in cases.items()
-    ]  # fmt: skip
-
-
-def _backend(
-    communicator: str, hosts: int, own_gpus: bool
-) -> Literal["gloo", "nccl", "shm", "hierarchical"]:
-    if communicator == "torch":
-        return "nccl" if own_gpus else "gloo"
-    return "shm" if hosts == 1 else "hierarchical"
-
-
-def _comm_link(record: Mapping[str, Any]) -> Link | None:
-    """The nominal link, from the emulated cluster or --link."""
-    asked = (record.get("cluster") or {}).get("asked") or {}
-    rates = [asked.get("bandwidth_bits_per_second"), *asked.get("bandwidth_of", {}).values()]
-    known = [float(rate) for rate in rates if rate is not None]
-    if known:
-        return Link(min(known), float(asked.get("latency_seconds") or 0.0))
-    rate = record.get("plan", {}).get("link_bits_per_second")
-    return Link(float(rate)) if rate else None

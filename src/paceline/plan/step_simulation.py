@@ -61,8 +61,8 @@ def _averaging(job: Job) -> StepTime:
     chosen, is_flat = _preset(job)
     sizes = [each.size_bytes for each in job.gradients]
     sizes = [sum(sizes)] if is_flat else sizes
-    times = [job.collective("all_reduce", chosen, size) for size in sizes]
-    if chosen == "library":
+    times = [job.reduction(chosen, size) for size in sizes]
+    if chosen == "library" and job.codec is None:
         # All are started before the first is waited for.
         transfers = [Transfer(0.0, time) for time in times]
         exchange = simulate_overlap(0.0, transfers).end
@@ -78,7 +78,7 @@ def _exposed(job: Job, exchange: float, link_bytes: float) -> StepTime:
 
 
 def _reduced_bytes(job: Job, algorithm: str, sizes: Sequence[int]) -> float:
-    return math.fsum(link_bytes_of("all_reduce", algorithm, job.workers, size) for size in sizes)
+    return math.fsum(job.reduction_bytes(algorithm, size) for size in sizes)
 
 
 BUCKET_STRATEGIES = ("overlap", "ddp")
@@ -110,12 +110,13 @@ def ready_order(gradients: Sequence[Gradient]) -> list[int]:
 
 def _in_buckets(job: Job) -> StepTime:
     algorithm = bucket_algorithm(job)
-    threads = GLOO_THREADS if algorithm == "library" else 1
+    # A codec or an algorithm of comm/algorithms runs in one background thread.
+    threads = GLOO_THREADS if algorithm == "library" and job.codec is None else 1
     layout = bucket_layout(job) or []
     sizes = [sum(job.gradients[index].size_bytes for index in bucket) for bucket in layout]
     ready = [max(job.gradients[index].ready for index in bucket) for bucket in layout]
     transfers = [
-        Transfer(when, job.collective("all_reduce", algorithm, size))
+        Transfer(when, job.reduction(algorithm, size))
         for when, size in zip(ready, sizes, strict=True)
     ]
     times = simulate_overlap(job.compute.backward, transfers, threads, job.contention)

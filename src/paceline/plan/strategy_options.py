@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from paceline.comm.algorithms import ALGORITHMS
 from paceline.config.conversion import convert_options, option_types
 from paceline.errors import ConfigError, bare, shown, suggest
+from paceline.plan.codec_cost import PLANNED_CODECS
 from paceline.strategies import STRATEGIES, create_strategy
 
 
@@ -43,19 +44,22 @@ def own_options(strategy: str, options: Mapping[str, str]) -> dict[str, str]:
     if algorithm not in ALGORITHMS:
         names = ", ".join(ALGORITHMS.names())
         raise ConfigError([f"-o algorithm: no plan for {shown(algorithm)}: choose from {names}"])
-    if codec != "none":
+    if codec not in ("none", *PLANNED_CODECS):
         raise ConfigError(
-            [f"-o codec: no plan for {shown(codec)}: compare short runs with and without it"]
+            [
+                f"-o codec: no plan for {shown(codec)}: choose from {', '.join(PLANNED_CODECS)}, or"
+                " compare short runs with and without it"
+            ]
         )
     create_strategy(strategy, own)
     return own
 
 
-def is_modeled(options: Mapping[str, str]) -> bool:
+def is_modeled(options: Mapping[str, str], measured_codecs: Collection[str]) -> bool:
     """Whether runs with these options do what the model describes."""
-    return (
-        options.get("algorithm", "library") in ALGORITHMS and options.get("codec", "none") == "none"
-    )
+    codec = options.get("codec", "none")
+    is_codec_modeled = codec == "none" or (codec in PLANNED_CODECS and codec in measured_codecs)
+    return options.get("algorithm", "library") in ALGORITHMS and is_codec_modeled
 
 
 def without_defaults(strategy: str, options: Mapping[str, str]) -> dict[str, str]:
