@@ -10,9 +10,10 @@ import pytest
 
 from paceline.cli import main
 from paceline.config import RunConfig
-from paceline.plan.advice import EXACT_STRATEGIES, advise, command
-from paceline.plan.calibration import Calibration
+from paceline.plan.advice import advise, command
+from paceline.plan.calibration import Calibration, CodecTiming, SizePoint
 from paceline.plan.links import Link
+from paceline.plan.option_variants import EXACT_STRATEGIES, option_variants
 from paceline.plan.prediction import Predictor, Target
 from tests.support.calibrations import LINK, calibration
 
@@ -65,6 +66,41 @@ def test_without_a_noise_scale_the_batch_stays() -> None:
     assert advise(calibration(), targets()).best.target.samples == 64
 
 
+def with_codec(seconds_per_byte: float) -> Calibration:
+    points = tuple(SizePoint(size, (seconds_per_byte * size,) * 3) for size in (2**16, 2**22))
+    return replace(calibration(), codec_timings=(CodecTiming("bf16", 2, points),))
+
+
+def test_a_codec_is_an_extra_recommendation() -> None:
+    """The recommendation itself computes what one worker computes."""
+    slow = [each for each in targets(512, Link(1e8)) if each.workers == 8]
+    found = advise(with_codec(1e-9), slow)
+    assert found.best == advise(calibration(), slow).best
+    assert found.codec is not None
+    prediction, saving = found.codec
+    assert prediction.target.options == {"codec": "bf16"}
+    assert 0.2 < saving < 0.5
+    expected = 1 - prediction.step_seconds.median / found.best.step_seconds.median
+    assert saving == pytest.approx(expected, abs=0.03)
+    assert found.to_dict()["codec"]["saving"] == saving
+    assert advise(with_codec(1e-6), slow).codec is None
+
+
+def test_a_codec_that_was_asked_for_is_recommended() -> None:
+    target = Target("ring", 8, 512, {"codec": "bf16"}, link=LINK)
+    found = advise(with_codec(1e-9), [target])
+    assert found.best.target == target
+    assert "-o codec=bf16" in found.command
+
+
+def test_bucket_sizes_below_the_size_of_the_model_are_compared() -> None:
+    known = calibration()  # 4.2 MiB
+    variants = [dict(each) for each in option_variants(known, Target("ddp", 8, 64, link=LINK))]
+    assert variants == [{}, {"bucket_mib": "0.25"}, {"bucket_mib": "1"}]
+    chosen = Target("ddp", 8, 64, {"bucket_mib": "4"}, link=LINK)
+    assert [*option_variants(known, chosen)] == [chosen.options]
+
+
 def test_the_command_has_flags_that_exist() -> None:
     target = Target("ddp", 8, 64, {"bucket_mib": "8"}, hosts=4, link=LINK)
     words = command(calibration(), target).split()
@@ -89,3 +125,17 @@ def test_the_command_prints_the_recommendation_first(
     assert record["best"]["throughput"]["median"] > 0
     assert main(["plan", str(path), "--price-per-worker-hour", "3"]) == 0
     assert "per million samples" in capsys.readouterr().out
+
+
+def test_the_command_warns_that_a_codec_changes_the_gradients(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "calibration.json"
+    with_codec(1e-9).write(path)
+    wanted = ["--workers", "8", "--link", "100mbit", "--strategy", "ring", "--advise"]
+    assert main(["plan", str(path), *wanted]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert (
+        "less time: ring, codec=bf16, 8 workers, batch 64, which changes the gradients" in printed
+    )
+    assert "--strategy ring --batch-size 64" in printed

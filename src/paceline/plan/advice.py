@@ -10,19 +10,16 @@ from __future__ import annotations
 
 import itertools
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.analysis.noise_scale import relative_steps
 from paceline.errors import NoPredictionError
 from paceline.plan.calibration import Calibration
+from paceline.plan.option_variants import is_exact, option_variants
 from paceline.plan.prediction import Prediction, Predictor, Target
 
-EXACT_STRATEGIES = ("overlap", "ddp", "allreduce", "ring", "sharded")
-"""Candidates unless strategies are given: they compute what one worker computes."""
-BUCKET_MIB = {"overlap": ("1", "8", "32"), "ddp": ("2", "8")}
-"""Bucket sizes to try, besides the default."""
 BATCH_FACTORS = (0.5, 1, 2, 4)
 SCAN_SAMPLES = 20
 """Bootstrap samples of the predictions that candidates are compared by."""
@@ -47,6 +44,9 @@ class Advice:
     limit: str
     """What most of a step is spent on: compute or communication."""
     command: str
+    codec: tuple[Prediction, float] | None = None
+    """The best candidate with a codec, and how much time or money it saves, as a share; None if
+    no codec was measured, or if none saves MIN_GAIN."""
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -55,6 +55,7 @@ class Advice:
             "by": "time" if self.price_per_worker_hour is None else "cost",
             "limit": self.limit,
             "command": self.command,
+            "codec": self.codec and {**self.codec[0].to_dict(), "saving": self.codec[1]},
         }
 
 
@@ -75,9 +76,13 @@ def advise(
             error = error or missing
             continue
         found.append(Candidate(prediction, _score(calibration, prediction, price_per_worker_hour)))
+    has_exact = any(is_exact(each.prediction.target.options) for each in found)
     if not found:
         raise error or NoPredictionError("cannot recommend: choose other --strategy or --workers")
-    ranked = sorted(found, key=_rank)
+    ranked = sorted(
+        (each for each in found if is_exact(each.prediction.target.options) or not has_exact),
+        key=_rank,
+    )
     best = ranked[0]
     others: dict[tuple[str, int, int], Candidate] = {}
     for each in ranked:
@@ -91,12 +96,25 @@ def advise(
         chosen,
         [
             (predictor.predict(each.prediction.target), each.score / best.score - 1)
-            for each in [*others.values()][:runners_up]
+            for each in sorted(others.values(), key=lambda each: each.score)[:runners_up]
         ],
         price_per_worker_hour,
         "communication" if exposed > 0.5 else "compute",
         command(calibration, own),
+        _with_codec(found, best, predictor),
     )
+
+
+def _with_codec(
+    found: Sequence[Candidate], best: Candidate, predictor: Predictor
+) -> tuple[Prediction, float] | None:
+    """The best candidate with a codec, if it is clearly better."""
+    encoded = [each for each in found if not is_exact(each.prediction.target.options)]
+    if not encoded or not is_exact(best.prediction.target.options):
+        return None
+    fastest = min(encoded, key=lambda each: each.score)
+    saving = 1 - fastest.score / best.score
+    return (predictor.predict(fastest.prediction.target), saving) if saving > MIN_GAIN else None
 
 
 def _rank(candidate: Candidate) -> float:
@@ -110,10 +128,7 @@ def _variants(calibration: Calibration, targets: Sequence[Target]) -> Iterator[T
         sizes = {target.samples}
         if calibration.noise_scale is not None and target.scaling == "strong":
             sizes = {round(target.samples * factor) for factor in BATCH_FACTORS}
-        options: list[Mapping[str, str]] = [target.options]
-        if not target.options and target.workers > 1:
-            options += [{"bucket_mib": size} for size in BUCKET_MIB.get(target.strategy, ())]
-        for samples, each in itertools.product(sorted(sizes), options):
+        for samples, each in itertools.product(sorted(sizes), option_variants(calibration, target)):
             if samples >= target.workers:
                 yield Target(
                     target.strategy, target.workers, samples, each, target.hosts, target.link,

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.errors import NoPredictionError, RecordsError, UsageError, suggest
-from paceline.plan.advice import EXACT_STRATEGIES, Advice, advise
+from paceline.plan.advice import Advice, advise
 from paceline.plan.calibration import Calibration
 from paceline.plan.cluster_simulation import Day, Failures, Racks, simulate_days
 from paceline.plan.links import Link
+from paceline.plan.option_variants import EXACT_STRATEGIES
 from paceline.plan.prediction import Prediction, Predictor, Target
 from paceline.plan.run_calibration import calibrate
 from paceline.plan.step_simulation import STRATEGIES

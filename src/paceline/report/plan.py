@@ -105,9 +105,13 @@ def _print_advice(console: Console, advice: Advice) -> None:
     console.print(paragraph(text + (", extrapolated" if best.extrapolated else ""), console))
     exposed = formatting.percent(100 * best.exposed_communication.median)
     console.print(f"Limited by {advice.limit}: {exposed} of a step is exposed communication.")
+    what = "time" if price is None else "money"
     for other, more in advice.runners_up:
-        what = "time" if price is None else "money"
         console.print(paragraph(f"{more:.0%} more {what}: {_configuration(other)}", console))
+    if advice.codec is not None:
+        encoded, saving = advice.codec
+        text = f"{saving:.0%} less {what}: {_configuration(encoded)}, which changes the gradients:"
+        console.print(paragraph(f"{text} compare the accuracy", console))
     console.print(advice.command, soft_wrap=True)
 
 
