@@ -268,6 +268,12 @@ def test_strategies_that_cannot_be_planned_are_skipped_with_a_note(
         (["{root}", "--strategy", "single", "--workers", "2"], "no plan for several workers"),
         (["{root}", "--model", "vgg11"], "--model vgg11: there are runs of lenet only"),
         (["{root}", "--json", "no/such/plan.json"], "--json: no such folder: no/such"),
+        (["{root}", "--html", "no/such/plan.html"], "--html: no such folder: no/such"),
+        (["{root}", "--against", "{root}/missing"], "is not a folder"),
+        (
+            ["{root}", "--workers", "128"],
+            "a batch of 64 has no sample for some of 128 workers: choose fewer --workers",
+        ),
         (["{root}/missing"], "is not a folder"),
         (["{root}/one-16"], "compute time with other batches than 16 samples per worker is not"),
         (["{root}/comm.json"], "no finished run with at least two iterations: add one"),
@@ -307,6 +313,36 @@ def test_records_that_cannot_be_combined_are_one_line(
     )
     assert main(["plan", str(tmp_path / "script")]) == 2
     assert "give finished runs of `paceline train`" in capsys.readouterr().err
+
+
+def test_held_out_runs_are_compared_with_their_predictions(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "larger", "four-ring", 4, 64, strategy="ring")
+    out = tmp_path / "plan.json"
+    arguments = ["plan", str(root), "--workers", "4", "--json", str(out), "--against"]
+    assert main([*arguments, str(tmp_path / "larger")]) == 0
+    own, held_out = json.loads(out.read_text())["validation"]
+    assert (own["workers"], own["held_out"]) == (2, False)
+    assert (held_out["workers"], held_out["held_out"]) == (4, True)
+    assert held_out["measured_seconds"] == pytest.approx(0.026 + 0.05)
+    predicted = held_out["predicted_seconds"]["median"]
+    assert held_out["error"] == pytest.approx(predicted / 0.076 - 1)
+    assert "1 held-out run: median error" in capsys.readouterr().out
+    write(tmp_path / "models", "other", 2, 64, strategy="ring", model="vgg11")
+    assert main([*arguments, str(tmp_path / "models")]) == 2
+    assert "give --against runs of the same model" in capsys.readouterr().err
+
+
+def test_other_processes_during_the_runs_are_noted(root: Path) -> None:
+    assert calibrate([str(root)]).other_processes_share is None
+    path = root / "one-16" / "result.json"
+    result = json.loads(path.read_text())
+    result["hardware"]["cores_in_machine"] = 2
+    for node in result["nodes"]:
+        node |= {"machine_cpu_percent_mean": 90.0, "cpu_percent_mean": 100.0}
+    path.write_text(json.dumps(result))
+    assert calibrate([str(root)]).other_processes_share == pytest.approx(0.4)
 
 
 def test_runs_with_an_emulated_slow_worker_are_left_out(root: Path) -> None:

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from paceline.cli import main
 from paceline.report.build import write_report
+from tests.support.calibrations import calibration
 from tests.support.records import FakeRun, write_run
 
 pytestmark = pytest.mark.browser
@@ -140,3 +142,28 @@ def test_a_phone_has_no_sideways_scrolling(page: Any) -> None:
         assert page.execute_script("return document.documentElement.scrollWidth") <= 390
     finally:
         page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_a_closer_look_keeps_logarithmic_axes(
+    page: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("plan")
+    calibration().write(folder / "calibration.json")
+    arguments = ["--workers", "1,2,4,8,16,64", "--strategy", "ring,ddp", "--html"]
+    assert main(["plan", str(folder / "calibration.json"), *arguments, f"{folder}/plan.html"]) == 0
+    page.get(f"file://{folder}/plan.html")
+    places = page.execute_script(
+        """const svg = document.querySelector('figure[id$=throughput] svg');
+        const plot = svg.querySelector('.plot'), box = plot.getBoundingClientRect();
+        const send = (kind, share) => plot.dispatchEvent(new PointerEvent(kind, {button: 0,
+          bubbles: true, pointerType: 'mouse', clientX: box.left + share * box.width,
+          clientY: box.top + box.height / 2}));
+        send('pointerdown', 0.25); send('pointermove', 0.85); send('pointerup', 0.85);
+        return [...svg.querySelectorAll('.x-axis text')].map((t) => [Number(t.textContent),
+          Number(t.getAttribute('x'))]);"""
+    )
+    assert page.get_log("browser") == []
+    # Equal factors are equally far apart.
+    assert [count for count, _ in places] == [5, 10, 20]
+    (_, five), (_, ten), (_, twenty) = places
+    assert ten - five == pytest.approx(twenty - ten)

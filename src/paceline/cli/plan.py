@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from paceline.cli.config_flags import add_config_flags, given_flags
 from paceline.errors import UsageError, shown
 
 if TYPE_CHECKING:
-    from paceline.plan.cluster_simulation import Racks
+    from paceline.plan.cluster_simulation import Failures, Racks
     from paceline.plan.plan import Request
 
 SUMMARY = "predict step times of more workers, other links and other strategies"
@@ -31,9 +32,22 @@ MEASURED_FIELDS = (
 """Settings of a measured job; workers, batch and number of steps are those of the measurement."""
 MEASURED_STRATEGIES = ("overlap", "ddp", "sharded", "local_sgd")
 MEASURED_BATCH_SIZE = 64
+PROGRESS_SECONDS = 2.0
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    _add_measurements(parser)
+    _add_predictions(parser.add_argument_group("What to predict"))
+    _add_recommendation(parser.add_argument_group("Recommendation"))
+    _add_clusters(parser.add_argument_group("Large clusters"))
+    output = parser.add_argument_group("Output")
+    output.add_argument(
+        "--html", metavar="FILE", help="also write a page, with a recommendation and figures"
+    )
+    output.add_argument("--json", metavar="FILE", help="also write all figures")
+
+
+def _add_measurements(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "paths",
         metavar="PATH",
@@ -47,8 +61,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", metavar="DIR", help="folder of the short runs (default: plans/MODEL-TIME)"
     )
+    parser.add_argument(
+        "--against",
+        metavar="PATH",
+        action="append",
+        default=[],
+        help="runs to compare with their predictions, which are not planned from; may be repeated",
+    )
     add_config_flags(parser, MEASURED_FIELDS)
-    wanted = parser.add_argument_group("What to predict")
+
+
+def _add_predictions(wanted: argparse._ArgumentGroup) -> None:
     wanted.add_argument(
         "--workers", metavar="A,B", default="1,2,4,8,16", help="(default: 1,2,4,8,16)"
     )
@@ -91,7 +114,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default="1",
         help="compute time of one slow worker, relative to the others",
     )
-    recommended = parser.add_argument_group("Recommendation")
+
+
+def _add_recommendation(recommended: argparse._ArgumentGroup) -> None:
     recommended.add_argument(
         "--advise",
         action="store_true",
@@ -100,7 +125,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     recommended.add_argument(
         "--price-per-worker-hour", metavar="X", help="recommend by cost instead of by time"
     )
-    cluster = parser.add_argument_group("Large clusters")
+
+
+def _add_clusters(cluster: argparse._ArgumentGroup) -> None:
     cluster.add_argument(
         "--racks",
         metavar="SIZE:RATIO",
@@ -118,29 +145,50 @@ def configure(parser: argparse.ArgumentParser) -> None:
     cluster.add_argument(
         "--restart-seconds", metavar="S", default="120", help="after a failure (default: 120)"
     )
-    parser.add_argument("--json", metavar="FILE", help="write the predictions")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from paceline.plan.cluster_simulation import Failures
-    from paceline.plan.links import parse_link
-    from paceline.plan.plan import Request, make_plan
+    from paceline.plan.plan import make_plan
     from paceline.report.plan import print_plan
+
+    request = _request(arguments)
+    for flag, name in (("--json", arguments.json), ("--html", arguments.html)):
+        _check_file(flag, name)
+    paths = arguments.paths or [_measure(arguments, request)]
+    plan = make_plan(paths, request, arguments.model, Progress())
+    print_plan(plan)
+    if arguments.json:
+        plan.write(arguments.json)
+    if arguments.html:
+        from paceline.report.plan_page import write_plan_page
+
+        write_plan_page(plan, Path(arguments.html))
+    return 0
+
+
+class Progress:
+    """Says on standard error what is being done, every few seconds."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        now = time.monotonic()
+        if now - self._last > PROGRESS_SECONDS:
+            sys.stderr.write(f"paceline: {text} ...\n")
+            self._last = now
+
+
+def _request(arguments: argparse.Namespace) -> Request:
+    from paceline.plan.links import parse_link
+    from paceline.plan.plan import Request
 
     workers = [_whole("--workers", each, MOST_WORKERS) for each in _split(arguments.workers)]
     if not workers:
         raise UsageError("--workers: must be a list of numbers such as 4,16,64")
     hosts, batch_size = arguments.hosts, arguments.batch_size
     price = arguments.price_per_worker_hour
-    failures = None
-    if arguments.mtbf_hours is not None:
-        failures = Failures(
-            _number("--mtbf-hours", arguments.mtbf_hours, 1e-3, 1e9),
-            60 * _number("--checkpoint-minutes", arguments.checkpoint_minutes, 1e-3, 1e6),
-            _number("--checkpoint-seconds", arguments.checkpoint_seconds, 0, 1e6),
-            _number("--restart-seconds", arguments.restart_seconds, 0, 1e6),
-        )
-    request = Request(
+    return Request(
         workers=sorted(set(workers)),
         strategies=_split(arguments.strategy or ""),
         options=dict(_option(each) for each in arguments.options),
@@ -150,19 +198,26 @@ def run(arguments: argparse.Namespace) -> int:
         scaling=arguments.scaling,
         slowdown=_number("--slowdown", arguments.slowdown, 1, 1000),
         racks=None if arguments.racks is None else _racks(arguments.racks),
-        failures=failures,
-        is_advice_wanted=arguments.advise or price is not None,
+        failures=_failures(arguments),
+        is_advice_wanted=arguments.advise or price is not None or arguments.html is not None,
         price_per_worker_hour=None
         if price is None
         else _number("--price-per-worker-hour", price, 1e-9, 1e9),
+        against=arguments.against,
     )
-    _check_file(arguments.json)
-    paths = arguments.paths or [_measure(arguments, request)]
-    plan = make_plan(paths, request, arguments.model)
-    print_plan(plan)
-    if arguments.json:
-        plan.write(arguments.json)
-    return 0
+
+
+def _failures(arguments: argparse.Namespace) -> Failures | None:
+    from paceline.plan.cluster_simulation import Failures
+
+    if arguments.mtbf_hours is None:
+        return None
+    return Failures(
+        _number("--mtbf-hours", arguments.mtbf_hours, 1e-3, 1e9),
+        60 * _number("--checkpoint-minutes", arguments.checkpoint_minutes, 1e-3, 1e6),
+        _number("--checkpoint-seconds", arguments.checkpoint_seconds, 0, 1e6),
+        _number("--restart-seconds", arguments.restart_seconds, 0, 1e6),
+    )
 
 
 def _measure(arguments: argparse.Namespace, request: Request) -> str:
@@ -240,9 +295,9 @@ def _split(text: str) -> list[str]:
     return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
 
 
-def _check_file(name: str | None) -> None:
+def _check_file(flag: str, name: str | None) -> None:
     """Reject an output path that cannot be written before the work."""
     if name and not Path(name).absolute().parent.is_dir():
-        raise UsageError(f"--json: no such folder: {Path(name).parent}")
+        raise UsageError(f"{flag}: no such folder: {Path(name).parent}")
     if name and Path(name).is_dir():
-        raise UsageError(f"--json: {name} is a folder: name a file in it")
+        raise UsageError(f"{flag}: {name} is a folder: name a file in it")

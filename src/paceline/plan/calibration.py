@@ -155,6 +155,8 @@ class Calibration:
     """Global batch size of the runs that the learning rate belongs to; None if unknown."""
     has_ready_times: bool = True
     """Whether `Gradient.ready` was measured; otherwise it is assumed to be uniform."""
+    other_processes_share: float | None = None
+    """Of the CPU, that processes besides the worst run used; None if it was not sampled."""
     hardware: Mapping[str, Any] = field(default_factory=dict)
     """As in result.json."""
     software: Mapping[str, Any] = field(default_factory=dict)

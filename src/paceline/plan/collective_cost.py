@@ -222,6 +222,22 @@ class RoundTimes:
             largest_bytes=self.largest_bytes,
         )
 
+    def scaled(self, latency: float, transfer: float) -> RoundTimes:
+        """The times with these factors on all latencies and on the time of each byte."""
+        if latency == transfer == 1.0:
+            return self
+        return RoundTimes(
+            self.latency_seconds * latency,
+            self.seconds_per_byte * transfer,
+            # The line starts where a message of no bytes would end.
+            self.offset_seconds + self.latency_seconds * (latency - 1),
+            call_seconds=self.call_seconds * latency,
+            message_seconds=self.message_seconds * latency,
+            round_trip_seconds=self._round_trip_seconds * latency,
+            round_trips=self._round_trips,
+            largest_bytes=self.largest_bytes,
+        )
+
 
 LEAST_LATENCY_SECONDS = 1e-5
 MESSAGE_SHARE = 0.25

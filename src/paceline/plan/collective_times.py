@@ -14,11 +14,9 @@ import numpy as np
 from paceline.errors import MissingMeasurementError
 from paceline.plan.calibration import Calibration, CollectiveTiming
 from paceline.plan.collective_cost import (
-    CollectiveTime,
     RoundTimes,
     measured_round_trips,
     nominal_round_times,
-    rounds_of,
 )
 from paceline.plan.links import Link
 
@@ -133,20 +131,8 @@ class CollectiveTimes:
         counts = [each.workers for each in self._calibration.collectives]
         return max([2, *counts, *(run.workers for run in self._calibration.runs)])
 
-    def time(
-        self,
-        operation: str,
-        algorithm: str,
-        size_bytes: float,
-        workers: int,
-        place: Place,
-    ) -> CollectiveTime:
-        """MissingMeasurementError if neither this nor a similar collective was measured."""
-        times = self.rounds(operation, algorithm, place)
-        return times.time(rounds_of(operation, algorithm, workers, size_bytes))
-
     def rounds(self, operation: str, algorithm: str, place: Place) -> RoundTimes:
-        """Time of one round."""
+        """Time of one round; MissingMeasurementError if neither this nor a similar one is known."""
         key = operation, algorithm, place
         if key not in self._known:
             self._known[key] = self._round_times(operation, algorithm, place)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -14,9 +14,11 @@ from paceline.plan.cluster_simulation import Day, Failures, Racks, simulate_days
 from paceline.plan.links import Link
 from paceline.plan.option_variants import EXACT_STRATEGIES
 from paceline.plan.prediction import Prediction, Predictor, Target
-from paceline.plan.run_calibration import calibrate
+from paceline.plan.run_calibration import calibrate, read_measured_runs
+from paceline.plan.sensitivity import Sensitivity, sensitivity
 from paceline.plan.step_simulation import STRATEGIES
 from paceline.plan.strategy_options import check_options, own_options, without_defaults
+from paceline.plan.validation import Check, validate
 from paceline.records import SCHEMA, write_json
 
 
@@ -39,6 +41,12 @@ class Request:
     is_advice_wanted: bool = False
     price_per_worker_hour: float | None = None
     """Recommend by cost; None: by time."""
+    against: Sequence[str] = ()
+    """Paths of runs to compare with predictions, which are not calibrated from."""
+
+
+Progress = Callable[[str], None]
+"""Called with what is being done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +58,10 @@ class Plan:
     days: dict[int, Day]
     """Mean of the simulated days, by number of workers."""
     advice: Advice | None = None
+    sensitivity: Sensitivity | None = None
+    """Of the recommendation, or of the fastest prediction with several workers."""
+    checks: Sequence[Check] = ()
+    """Measured runs and their predictions."""
 
     def to_dict(self) -> dict[str, Any]:
         known = self.calibration
@@ -61,6 +73,8 @@ class Plan:
             "sources": list(known.sources),
             "predictions": [each.to_dict() for each in self.predictions],
             "advice": None if self.advice is None else self.advice.to_dict(),
+            "sensitivity": None if self.sensitivity is None else self.sensitivity.to_dict(),
+            "validation": [each.to_dict() for each in self.checks],
             "days": [{"workers": count, **asdict(day)} for count, day in self.days.items()],
             "skipped": self.skipped,
         }
@@ -72,43 +86,86 @@ class Plan:
             raise RecordsError(f"cannot write {path}: {error.strerror}") from None
 
 
-def make_plan(paths: Sequence[str], request: Request, model: str | None = None) -> Plan:
+def make_plan(
+    paths: Sequence[str],
+    request: Request,
+    model: str | None = None,
+    progress: Progress = lambda text: None,
+) -> Plan:
     """Calibrate from records and predict; UsageError if nothing can be predicted."""
     for name in request.strategies:
         if name not in STRATEGIES and name != "single":
             raise UsageError(f"--strategy: no plan for {name!r}: {suggest(name, STRATEGIES)}")
+    progress("reading the runs")
     calibration = calibrate(paths, model)
+    held_out = read_measured_runs(request.against, calibration) if request.against else []
     candidates = (request.strategies or EXACT_STRATEGIES) if request.is_advice_wanted else ()
     check_options([*_strategies(calibration, request), *candidates], request.options)
     predictor = Predictor(calibration)
-    found: list[Prediction] = []
-    skipped: dict[str, NoPredictionError] = {}
     links: Sequence[Link | None] = [*request.links] or [*calibration.links()] or [None]
-    for link in links:
-        for workers in request.workers:
-            strategies = ["single"] if workers == 1 else _strategies(calibration, request)
-            for strategy in strategies:
-                try:
-                    found.append(
-                        predictor.predict(_target(calibration, request, strategy, workers, link))
-                    )
-                except NoPredictionError as error:
-                    skipped.setdefault(str(error), error)
-    # One worker is no plan, unless it was all that was requested.
-    is_single = bool(found) and request.strategies == ["single"]
-    if skipped and not is_single and all(each.target.workers == 1 for each in found):
-        raise next(iter(skipped.values()))
+    found, skipped = _predict_all(predictor, request, links, progress)
     failures = request.failures
     days = {} if failures is None else {n: simulate_days(n, failures) for n in request.workers}
     advice = None
     if request.is_advice_wanted:
+        progress("comparing strategies")
         targets = [
             _target(calibration, request, name, workers, links[0])
             for workers in request.workers
             for name in (candidates if workers > 1 else ["single"])
         ]
         advice = advise(calibration, targets, request.price_per_worker_hour)
-    return Plan(calibration, found, list(skipped), days, advice)
+    progress("comparing with measured runs")
+    checks = validate(calibration, held_out)
+    progress("changing one thing at a time")
+    limits = sensitivity(predictor, _to_explain(found, advice))
+    return Plan(calibration, found, skipped, days, advice, limits, checks)
+
+
+def _to_explain(found: Sequence[Prediction], advice: Advice | None) -> Target:
+    """The recommendation or the fastest prediction; of several workers, unless there is none."""
+    if advice is not None and advice.best.target.workers > 1:
+        return advice.best.target
+    several = [each for each in found if each.target.workers > 1] or found
+    return max(several, key=lambda each: each.throughput.median).target
+
+
+def _predict_all(
+    predictor: Predictor,
+    request: Request,
+    links: Sequence[Link | None],
+    progress: Progress,
+) -> tuple[list[Prediction], list[str]]:
+    """Predictions, and why others could not be made; the first reason is raised if none could."""
+    calibration = predictor.calibration
+    found: list[Prediction] = []
+    skipped: dict[str, NoPredictionError] = {}
+    targets = [
+        _target(calibration, request, strategy, workers, link)
+        for link in links
+        for workers in request.workers
+        for strategy in (["single"] if workers == 1 else _strategies(calibration, request))
+    ]
+    for number, target in enumerate(targets, 1):
+        progress(f"predicting {number} of {len(targets)}")
+        try:
+            _check_batch(target)
+            found.append(predictor.predict(target))
+        except NoPredictionError as error:
+            skipped.setdefault(str(error), error)
+    # One worker is no plan, unless it was all that was requested.
+    is_single = bool(found) and request.strategies == ["single"]
+    if skipped and not is_single and all(each.target.workers == 1 for each in found):
+        raise next(iter(skipped.values()))
+    return found, list(skipped)
+
+
+def _check_batch(target: Target) -> None:
+    if target.samples < target.workers:
+        raise NoPredictionError(
+            f"a batch of {target.samples} has no sample for some of {target.workers} workers:"
+            " choose fewer --workers or a larger --batch-size"
+        )
 
 
 def _strategies(calibration: Calibration, request: Request) -> list[str]:

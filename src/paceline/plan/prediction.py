@@ -20,7 +20,7 @@ from paceline.errors import MissingMeasurementError
 from paceline.plan.calibration import COMPUTE_PHASES, Calibration, MeasuredRun
 from paceline.plan.cluster_simulation import Racks, racks_factor
 from paceline.plan.codec_cost import CODEC_OPTIONS, CodecCost, codec_cost
-from paceline.plan.collective_cost import CollectiveTime
+from paceline.plan.collective_cost import CollectiveTime, rounds_of
 from paceline.plan.collective_times import CollectiveMeasurements, CollectiveTimes, Place
 from paceline.plan.compute_times import ComputeTimes
 from paceline.plan.job import Job, StepTime
@@ -66,6 +66,19 @@ class Interval:
 
 
 @dataclass(frozen=True, slots=True)
+class TimeFactors:
+    """Factors on what the calibration measured, for questions such as: what if links were faster?
+
+    Unlike another link, they keep the correction by runs on the same link.
+    """
+
+    compute: float = 1.0
+    latency: float = 1.0
+    transfer: float = 1.0
+    """Of each byte."""
+
+
+@dataclass(frozen=True, slots=True)
 class Target:
     """What to predict."""
 
@@ -86,6 +99,7 @@ class Target:
     """Compute time of the slowest worker's machine, relative to the others."""
     racks: Racks | None = None
     """None: the links of all hosts meet in one switch."""
+    factors: TimeFactors = TimeFactors()
 
     @classmethod
     def of(cls, run: MeasuredRun) -> Self:
@@ -218,19 +232,7 @@ class Predictor:
 
     def predict(self, target: Target) -> Prediction:
         """MissingMeasurementError if the calibration lacks what the prediction needs."""
-        correction = self._correction(target)
-        compute = self._compute_factor if target.workers > 1 else 1.0
-        steps = [
-            self._simulate(
-                sample,
-                target,
-                sample.compute_factor * compute,
-                sample.communication_factor
-                * correction.factor
-                * math.exp(correction.deviation * sample.correction_error),
-            )
-            for sample in self._samples
-        ]
+        steps = self._steps(target)
         factor = self._racks_factor(target)
         seconds = np.array([step.seconds for step in steps]) * factor
         alone = np.array(
@@ -247,8 +249,28 @@ class Predictor:
             Interval.of(exposed),
             steps[0].link_bytes,
             self._memory_bytes(target),
-            tuple(self._extrapolations(target)),
+            tuple(self.extrapolations(target)),
         )
+
+    def step_seconds(self, target: Target) -> Floats:
+        """With each bootstrap sample, so that targets can be compared sample by sample."""
+        seconds = np.array([step.seconds for step in self._steps(target)])
+        return seconds * self._racks_factor(target)
+
+    def _steps(self, target: Target) -> list[StepTime]:
+        correction = self._correction(target)
+        compute = self._compute_factor if target.workers > 1 else 1.0
+        return [
+            self._simulate(
+                sample,
+                target,
+                sample.compute_factor * compute,
+                sample.communication_factor
+                * correction.factor
+                * math.exp(correction.deviation * sample.correction_error),
+            )
+            for sample in self._samples
+        ]
 
     def _single(self, sample: _Sample, target: Target) -> float:
         """Time in which one worker computes the samples of a step."""
@@ -265,10 +287,12 @@ class Predictor:
         if target.racks is None or target.workers == 1:
             return 1.0
         job = self._job(self._center, target, self._compute_factor, 1.0)
-        times = self._center.collectives
+        times, factors = self._center.collectives, target.factors
         return racks_factor(
             job,
-            lambda operation, algorithm: times.rounds(operation, algorithm, target.place),
+            lambda operation, algorithm: times.rounds(operation, algorithm, target.place).scaled(
+                factors.latency, factors.transfer
+            ),
             target.racks,
         )
 
@@ -285,7 +309,8 @@ class Predictor:
             slowest = local = asynchronous_mean(target.workers, target.slowdown)
         compute = sample.compute.at(target.samples_of_worker)
         cores = self._core_factor(target)
-        compute = compute.scaled(compute_factor * slowest * cores)
+        factors = target.factors
+        compute = compute.scaled(compute_factor * slowest * cores * factors.compute)
         codec = sample.codec(target.options)
         if target.strategy == "parameter_server":
             # The servers update the weights, which no worker slows.
@@ -293,7 +318,9 @@ class Predictor:
         times = sample.collectives
 
         def collective(operation: str, algorithm: str, size_bytes: float) -> CollectiveTime:
-            time = times.time(operation, algorithm, size_bytes, target.workers, target.place)
+            rounds = times.rounds(operation, algorithm, target.place)
+            needed = rounds_of(operation, algorithm, target.workers, size_bytes)
+            time = rounds.scaled(factors.latency, factors.transfer).time(needed)
             return time.scaled(communication_factor * cores)
 
         return Job(
@@ -307,7 +334,7 @@ class Predictor:
             collective,
             self.calibration.contention,
             local / slowest,
-            codec and replace(codec, factor=compute_factor * cores),
+            codec and replace(codec, factor=compute_factor * cores * factors.compute),
         )
 
     def _core_factor(self, target: Target) -> float:
@@ -434,7 +461,8 @@ class Predictor:
         buckets = weights if target.strategy in ("overlap", "ddp") else 0.0
         return 2 * weights + state + buckets + activations * target.samples_of_worker
 
-    def _extrapolations(self, target: Target) -> list[str]:
+    def extrapolations(self, target: Target) -> list[str]:
+        """Why the target is outside the measured range; empty if it is inside."""
         found = []
         compute = self._center.compute
         if not compute.is_measured(target.samples_of_worker):

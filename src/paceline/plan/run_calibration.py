@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from paceline.analysis.collection import collect
+from paceline.analysis.contention import other_processes_share
 from paceline.analysis.events import read_iterations
 from paceline.analysis.noise_scale import final_noise_scale
 from paceline.analysis.run import Run
@@ -80,6 +81,21 @@ def calibrate(paths: Sequence[str], model: str | None = None) -> Calibration:
         values = [f"--{name} {run.settings.get(name)}" for run in usable]
         _check_same(values, "settings", "runs with the same settings")
     return _calibration(usable, collectives, codecs)
+
+
+def read_measured_runs(paths: Sequence[str], calibration: Calibration) -> list[MeasuredRun]:
+    """Read runs that predictions of the calibration can be compared with."""
+    runs = [run for path in paths for run in collect(path).runs]
+    usable = _usable(runs, None)
+    if not usable:
+        raise UsageError(f"--against: {_why_unusable(runs, None)}")
+    models = [str(run.settings.get("model")) for run in usable]
+    _check_same([calibration.model, *models], "models", "--against runs of the same model")
+    cpus = [str((run.result or {}).get("hardware", {}).get("cpu")) for run in usable]
+    planned = str(calibration.hardware.get("cpu"))
+    _check_same([planned, *cpus], "machines", "--against runs of the same machine")
+    codecs = {timing.codec for timing in calibration.codec_timings}
+    return [measured_run(run) for run in usable if is_modeled(run.settings.options, codecs)]
 
 
 def _usable(runs: Iterable[Run], model: str | None) -> list[Run]:
@@ -156,6 +172,7 @@ def _calibration(
         noise_scale=_noise_scale(runs),
         learning_batch_size=max(run.settings.global_batch_size or 1 for run in runs),
         has_ready_times=has_ready_times,
+        other_processes_share=_other_processes_share(runs),
         hardware=first.get("hardware", {}),
         software=first.get("software", {}),
         sources=tuple(str(run.folder.path) for run in runs),
@@ -320,6 +337,10 @@ def _noise_scale(runs: Sequence[Run]) -> float | None:
     found = [final_noise_scale(run) or {} for run in runs]
     values = [one["value"] for one in found if is_number(one.get("value")) and one["value"] > 0]
     return float(np.median(values)) if values else None
+
+
+def _other_processes_share(runs: Sequence[Run]) -> float | None:
+    return max(filter(None, map(other_processes_share, runs)), default=None)
 
 
 def _activation_bytes(runs: Sequence[Run]) -> float | None:

@@ -101,6 +101,8 @@ class Document:
     """What replaces the model or data of the published results."""
     main_figures: list[Figure] = field(default_factory=list)
     """Of the headline, where there are several chapters."""
+    headline_title: str = "Verdict"
+    """Above the headline."""
 
     def figures(self) -> Iterator[Figure]:
         yield from self.main_figures

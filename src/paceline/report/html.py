@@ -75,7 +75,7 @@ def _head(document: Document) -> str:
     return (
         f"<header>\n<h1>{escape(document.title)}</h1>\n"
         f'<p class="subtitle">{escape(document.subtitle)}</p>\n{_lead(document)}</header>\n'
-        f'<section class="verdict" id="verdict">\n<h2>Verdict</h2>\n'
+        f'<section class="verdict" id="verdict">\n<h2>{escape(document.headline_title)}</h2>\n'
         + "".join(f'<p class="headline">{_inline(line)}</p>\n' for line in lines)
         + _blocks(document.main_figures)
         + (f"<dl>\n{points}</dl>\n" if points else "")

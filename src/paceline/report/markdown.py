@@ -26,7 +26,8 @@ def to_markdown(document: Document, figures: str = FIGURES) -> str:
     """`figures`: the folder beside the file that holds them."""
     parts = [f"# {_plain(document.title)}", _plain(document.subtitle)]
     parts += _lead(document)
-    parts += ["## Verdict", *(f"**{_plain(line)}**" for line in document.headline.split("\n"))]
+    parts += [f"## {document.headline_title}"]
+    parts += [*(f"**{_plain(line)}**" for line in document.headline.split("\n"))]
     parts += map(_block, document.main_figures)
     if document.points:
         parts.append(

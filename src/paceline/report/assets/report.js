@@ -63,6 +63,15 @@
     return ticks;
   }
 
+  // 1, 2 and 5 times powers of ten; linear steps where fewer than two of these are visible.
+  function logTicks(low, high) {
+    const ticks = [];
+    for (let n = Math.floor(Math.log10(low)); n <= Math.log10(high); n++) {
+      ticks.push(...[1, 2, 5].map((f) => f * 10 ** n).filter((t) => t >= low && t <= high));
+    }
+    return ticks.length > 1 ? ticks : niceTicks(low, high);
+  }
+
   // To one digit more than the labels of an axis with these limits need to be told apart.
   function reading(value, [low, high], factor) {
     const step = niceStep(low, high) / factor;
@@ -78,6 +87,7 @@
       [this.left, this.top, this.width, this.height] = numbers(svg.dataset.box);
       this.whole = { x: numbers(svg.dataset.xLimits), y: numbers(svg.dataset.yLimits) };
       this.view = this.whole;
+      this.isLog = { x: "xLog" in svg.dataset, y: "yLog" in svg.dataset };
       this.plot = svg.querySelector(".plot");
       this.series = [...svg.querySelectorAll(".series")].map((group) => ({
         group,
@@ -108,16 +118,27 @@
       const point = new DOMPoint(event.clientX, event.clientY);
       const place = point.matrixTransform(this.svg.getScreenCTM().inverse());
       const share = Math.min(1, Math.max(0, (place.x - this.left) / this.width));
-      return this.view.x[0] + share * (this.view.x[1] - this.view.x[0]);
+      const [low, high] = this.view.x;
+      return this.isLog.x ? low * (high / low) ** share : low + share * (high - low);
+    }
+
+    // Where a value is between the limits of an axis, from 0 to 1.
+    share(axis, value) {
+      const to = this.isLog[axis] ? (number) => Math.log(Math.max(number, 1e-300)) : (number) => number;
+      const [low, high] = this.view[axis].map(to);
+      return (to(value) - low) / (high - low);
     }
 
     px(value) {
-      return this.left + ((value - this.view.x[0]) / (this.view.x[1] - this.view.x[0])) * this.width;
+      return this.left + this.share("x", value) * this.width;
     }
 
     py(value) {
-      const [low, high] = this.view.y;
-      return this.top + this.height - ((value - low) / (high - low)) * this.height;
+      return this.top + this.height * (1 - this.share("y", value));
+    }
+
+    ticks(axis) {
+      return (this.isLog[axis] ? logTicks : niceTicks)(...this.view[axis]);
     }
 
     move(event) {
@@ -189,7 +210,7 @@
       if (this.start === undefined) return;
       const x = [this.start, this.valueAt(event)].sort((a, b) => a - b);
       this.unchoose();
-      if (x[1] - x[0] < 0.02 * (this.view.x[1] - this.view.x[0])) return;
+      if (this.share("x", x[1]) - this.share("x", x[0]) < 0.02) return;
       const inside = this.visible().flatMap((one) =>
         one.x.flatMap((value, index) =>
           value >= x[0] && value <= x[1]
@@ -199,6 +220,11 @@
       );
       if (!inside.length) return;
       const [low, high] = [Math.min(...inside), Math.max(...inside)];
+      if (this.isLog.y) {
+        const factor = (high / low) ** 0.05 * 1.01;
+        this.look({ x, y: [low / factor, high * factor] });
+        return;
+      }
       const air = (high - low) * 0.05 || Math.abs(high) * 0.1 || 1;
       this.look({ x, y: [low - air, high + air] });
     }
@@ -231,22 +257,27 @@
       const x = this.svg.querySelector(".x-axis");
       const label = (text, attributes) => {
         const node = make("text", { class: "tick", ...attributes });
-        node.textContent = short(text);
+        node.textContent = text;
         return node;
+      };
+      // The label of a logarithmic axis has no unit, so its ticks do.
+      const text = (tick, axis) => {
+        const [factor, unit] = [data[`${axis}Factor`], data[`${axis}Unit`]];
+        return this.isLog[axis] && unit ? `${short(tick / factor)} ${unit}` : short(tick / factor);
       };
       const bottom = this.top + this.height;
       const right = this.left + this.width;
       y.replaceChildren(
-        ...niceTicks(...this.view.y).flatMap((tick) => [
+        ...this.ticks("y").flatMap((tick) => [
           make("line", { class: "grid", x1: this.left, x2: right, y1: this.py(tick), y2: this.py(tick) }),
-          label(tick / data.yFactor, { x: this.left - 7, y: this.py(tick) + 4, "text-anchor": "end" }),
+          label(text(tick, "y"), { x: this.left - 7, y: this.py(tick) + 4, "text-anchor": "end" }),
         ]),
       );
       x.replaceChildren(
         make("line", { class: "axis", x1: this.left, x2: right, y1: bottom, y2: bottom }),
-        ...niceTicks(...this.view.x).flatMap((tick) => [
+        ...this.ticks("x").flatMap((tick) => [
           make("line", { class: "axis", x1: this.px(tick), x2: this.px(tick), y1: bottom, y2: bottom + 4 }),
-          label(tick / data.xFactor, { x: this.px(tick), y: bottom + 18, "text-anchor": "middle" }),
+          label(text(tick, "x"), { x: this.px(tick), y: bottom + 18, "text-anchor": "middle" }),
         ]),
       );
     }

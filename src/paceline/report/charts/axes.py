@@ -123,7 +123,7 @@ def log_tick_texts(ticks: Sequence[float], quantity: str) -> list[str]:
     """Each tick in its own unit, because a logarithmic axis spans several."""
     units = [unit_for(quantity, tick * (1 + 1e-9)) for tick in ticks]
     return [
-        f"{tick / unit.factor:.4g} {unit.name}".rstrip()
+        f"{tick / unit.factor:,.7g} {unit.name}".rstrip()
         for tick, unit in zip(ticks, units, strict=True)
     ]
 

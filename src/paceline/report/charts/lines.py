@@ -68,6 +68,10 @@ class Series:
     """The same for a configuration in all figures of a report."""
     is_guide: bool = False
     """A reference line, such as the ideal."""
+    has_line: bool = True
+    """Whether the points are connected."""
+    hollow: Sequence[int] = ()
+    """Indices of points that differ from the others, such as extrapolated ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +89,6 @@ class LineChart:
     """Upper limit of the axis, if not the maximum; values beyond it are cut off."""
     is_x_log: bool = False
     is_y_log: bool = False
-    """Logarithmic axes are for standalone figures: the page's zoom redraws linear ones only."""
     has_legend: bool = True
 
 
@@ -151,7 +154,8 @@ def draw_lines(chart: LineChart) -> str:
         data_y_limits=svg.data((y_low, y_high)),
         data_x_unit=x_unit.name, data_x_factor=svg.datum(x_unit.factor),
         data_y_unit=y_unit.name, data_y_factor=svg.datum(y_unit.factor),
-        data_x_label=chart.x_label,
+        data_x_label=chart.x_label, data_x_log="" if chart.is_x_log else None,
+        data_y_log="" if chart.is_y_log else None,
     )  # fmt: skip
 
 
@@ -206,11 +210,19 @@ def _draw(
             )  # fmt: skip
     marks.append(
         svg.element("polyline", points=svg.points(points), class_="line", stroke=paint, fill="none",
-                    style=stripe.style)
+                    stroke_opacity=None if series.has_line else "0", style=stripe.style)
     )  # fmt: skip
     if (has_dots or len(points) == 1) and not series.is_guide:
         marks += [
-            svg.element("circle", cx=x, cy=y, r=3, class_="dot", fill=paint, data_at=at)
+            svg.element(
+                "circle",
+                cx=x,
+                cy=y,
+                r=3,
+                fill=paint,
+                data_at=at,
+                class_="dot hollow" if at in series.hollow else "dot",
+            )
             for at, (x, y) in enumerate(points)
             if at % stripe.of == stripe.number
         ]

@@ -1,0 +1,136 @@
+"""Sentences and table cells of plans, for the terminal and the page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from paceline import formatting
+from paceline.analysis.contention import MIN_CONTENTION_SHARE
+from paceline.plan.advice import Advice
+from paceline.plan.plan import Plan
+from paceline.plan.prediction import Interval, Prediction, Target
+from paceline.plan.sensitivity import Effect
+from paceline.plan.step_simulation import BUCKET_STRATEGIES
+from paceline.plan.validation import Check, median_error
+
+
+def step_text(interval: Interval, mark: str = "") -> str:
+    """Such as "343 ms (320 to 370)", with a mark after the median."""
+    median, low, high = (
+        formatting.short_seconds(each) for each in (interval.median, interval.low, interval.high)
+    )
+    unit = f" {median.rpartition(' ')[2]}"
+    if all(text.endswith(unit) for text in (low, high)):
+        low, high = low.removesuffix(unit), high.removesuffix(unit)
+    return f"{median}{mark} ({low} to {high})"
+
+
+def change_text(interval: Interval) -> str:
+    """Such as "-18% (-24 to -13)"."""
+    median, low, high = (
+        f"{percent:+d}" if (percent := round(100 * each)) else "0"
+        for each in (interval.median, interval.low, interval.high)
+    )
+    return f"{median}% ({low} to {high})"
+
+
+def effect_cells(effect: Effect) -> tuple[str, str, str]:
+    """The change, and what it does to the step time and to the throughput."""
+    star = "*" if effect.is_extrapolated else ""
+    return effect.change + star, change_text(effect.step_seconds), change_text(effect.throughput)
+
+
+def configuration(target: Target) -> str:
+    options = "".join(f", {key}={value}" for key, value in target.options.items())
+    workers = "1 worker" if target.workers == 1 else f"{target.workers:,} workers"
+    return f"{target.strategy}{options}, {workers}, batch {target.samples:,}"
+
+
+def place_text(target: Target) -> str:
+    link, hosts = target.link, target.hosts
+    if link is None:
+        return "one host" if target.host_count == 1 else f"{hosts} hosts"
+    parts = [f"{hosts} hosts"] if hosts is not None else []
+    parts += [f"link {link}"]
+    if target.racks is not None:
+        ratio = f"{target.racks.oversubscription:g}:1"
+        parts += [f"racks of {target.racks.size}, oversubscribed {ratio}"]
+    return ", ".join(parts)
+
+
+def batch_text(target: Target) -> str:
+    if target.scaling == "weak":
+        return f"batch {target.samples // target.workers:,} per worker"
+    return f"batch {target.samples:,}"
+
+
+def recommendation_text(advice: Advice) -> str:
+    best, price = advice.best, advice.price_per_worker_hour
+    text = f"{configuration(best.target)}: {step_text(best.step_seconds)} per step"
+    text += f", {formatting.count(best.throughput.median)} samples/s"
+    if price is not None:
+        cost = best.target.workers * price / 3600 / best.throughput.median
+        text += f", {1e6 * cost:.3g} per million samples"
+    return text + (", extrapolated" if best.extrapolated else "")
+
+
+def limit_text(advice: Advice) -> str:
+    exposed = formatting.percent(100 * advice.best.exposed_communication.median)
+    return f"Limited by {advice.limit}: {exposed} of a step is exposed communication."
+
+
+def runner_up_texts(advice: Advice) -> list[str]:
+    what = "time" if advice.price_per_worker_hour is None else "money"
+    texts = [
+        f"{more:.0%} more {what}: {configuration(other.target)}"
+        for other, more in advice.runners_up
+    ]
+    if advice.codec is not None:
+        encoded, saving = advice.codec
+        texts.append(
+            f"{saving:.0%} less {what}: {configuration(encoded.target)}, which changes the"
+            " gradients: compare the accuracy"
+        )
+    return texts
+
+
+def validation_texts(checks: Sequence[Check]) -> list[str]:
+    """How far predictions of measured runs are off."""
+    own = [check for check in checks if not check.is_held_out]
+    held_out = [check for check in checks if check.is_held_out]
+    sentences = []
+    for some, what in (
+        (own, "measured {} of this plan, each predicted without the runs of its configuration"),
+        (held_out, "held-out {}"),
+    ):
+        if some:
+            runs = what.format("run" if len(some) == 1 else "runs")
+            inside = sum(check.is_in_interval for check in some)
+            sentences.append(
+                f"{len(some)} {runs}: median error {formatting.percent(100 * median_error(some))},"
+                f" {inside} of {len(some)} inside the 80% interval."
+            )
+    return sentences
+
+
+def extrapolation_notes(predictions: Sequence[Prediction]) -> list[str]:
+    reasons = dict.fromkeys(reason for each in predictions for reason in each.extrapolated)
+    return [f"* extrapolated: {reason}" for reason in reasons]
+
+
+def condition_notes(plan: Plan) -> Iterator[str]:
+    """What was not measured, or not well."""
+    yield from plan.skipped
+    share = plan.calibration.other_processes_share
+    if share is not None and share >= MIN_CONTENTION_SHARE:
+        yield (
+            f"Other processes used up to {formatting.share(share)} of the CPU during the runs:"
+            " measure again on an idle machine."
+        )
+    if not plan.calibration.has_ready_times and any(
+        each.target.strategy in BUCKET_STRATEGIES for each in plan.predictions
+    ):
+        yield (
+            "When gradients are ready was not measured: assumed to be at equal distances. A run of"
+            " overlap with two workers and -o bucket_mib=measured measures it."
+        )

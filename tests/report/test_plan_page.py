@@ -1,0 +1,60 @@
+"""The page of a plan."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from paceline.cli import main
+from paceline.plan.calibration import Calibration
+from tests.support.calibrations import calibration
+
+
+def page(tmp_path: Path, known: Calibration, *arguments: str) -> str:
+    source, out = tmp_path / "calibration.json", tmp_path / "plan.html"
+    known.write(source)
+    assert main(["plan", str(source), "--html", str(out), *arguments]) == 0
+    return out.read_text()
+
+
+def test_the_recommendation_comes_first(tmp_path: Path) -> None:
+    text = page(tmp_path, calibration(), "--workers", "1,2,8", "--strategy", "ring,ddp")
+    titles = re.findall(r"<h2>(.*?)</h2>", text)
+    assert titles == ["Recommendation", "Scaling", "What limits a step", "Assumptions and limits"]
+    assert text.index("paceline train --model lenet") < text.index("<h2>Scaling</h2>")
+    assert "one worker 1.3 times slower" in text
+    # One file: nothing is loaded from elsewhere.
+    assert not re.search(r'(?:src|href)="https?://', text)
+
+
+def test_extrapolated_points_are_hollow(tmp_path: Path) -> None:
+    text = page(tmp_path, calibration(), "--workers", "1,2,64", "--strategy", "ring")
+    curve = next(part for part in text.split("<g ") if 'data-label="ring"' in part)
+    assert curve.count('class="dot hollow"') == 1
+    assert curve.count('class="dot"') == 2
+    assert "64 workers, measured 2" in text
+
+
+def test_every_link_has_its_curves(tmp_path: Path) -> None:
+    links = ("--link", "1gbit", "--link", "10gbit,100us")
+    text = page(tmp_path, calibration(), "--workers", "2,4", "--strategy", "ring", *links)
+    assert "<h2>Scaling: link 1gbit</h2>" in text
+    assert "<h2>Scaling: link 10gbit,100us</h2>" in text
+    names = re.findall(r'<figure class="figure" id="([^"]+)"', text)
+    assert len(names) == len(set(names)) == 4
+
+
+def test_the_terminal_shows_what_limits_and_contended_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "calibration.json"
+    replace(calibration(), other_processes_share=0.4).write(source)
+    assert main(["plan", str(source), "--workers", "1,2", "--strategy", "ddp"]) == 0
+    printed = capsys.readouterr().out
+    assert "What limits ddp, 2 workers, batch 64" in printed
+    assert "bandwidth x 2" in printed
+    assert "Other processes used up to 40.0% of the CPU during the runs" in printed
+    assert max(map(len, printed.splitlines())) <= 80
