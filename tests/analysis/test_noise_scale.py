@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 from paceline.analysis.noise_scale import (
@@ -11,6 +12,7 @@ from paceline.analysis.noise_scale import (
     relative_samples,
     relative_steps,
     steps_to_loss,
+    whole_run,
 )
 from paceline.measure.noise_scale import NoiseSample
 
@@ -51,5 +53,24 @@ def test_curve_follows_the_noise_scale_over_time() -> None:
     assert curve is not None
     assert curve.values[len(curve.values) // 2 - 1] == pytest.approx(10)
     assert curve.values[-1] == pytest.approx(50, rel=0.01)
-    assert 25 < curve.mean < 32
     assert curve_of([]) is None
+
+
+def test_the_noise_scale_of_a_whole_run_predicts_its_steps() -> None:
+    """Steps at another batch size, added up over a run with a changing noise scale."""
+    base, batch = 16.0, 64.0
+    scales = [10.0] * 200 + [50.0] * 100 + [400.0] * 200
+    # Gradients become smaller during training.
+    samples = [
+        NoiseSample(step, 8.0, base, size * (1 + scale / 8), size * (1 + scale / base))
+        for step, (scale, size) in enumerate(zip(scales, np.geomspace(100, 0.01, 500), strict=True))
+    ]
+    found = whole_run(samples)
+    assert found is not None
+    assert found.value is not None
+    expected = math.fsum(relative_steps(batch, scale, base) for scale in scales)
+    assert steps_to_loss(len(scales), base, batch, found.value) == pytest.approx(expected, rel=0.02)
+    assert found.low is not None
+    assert found.high is not None
+    assert found.low < found.value < found.high
+    assert whole_run([]) is None

@@ -41,13 +41,17 @@ def test_branch_with_the_same_batch_size_is_the_run_itself(tmp_path: Path) -> No
     # The checkpoint is in the middle of the second epoch.
     trained = train(tmp_path / "trained", iterations=24, checkpoint_every=24)
     whole = train(tmp_path / "whole", iterations=34).read_result()
-    (branch,) = run_branches(trained.path, [64], 640, tmp_path / "branches")
+    branch, larger = run_branches(
+        trained.path, [64, 128], 640, tmp_path / "branches", noise_scale=64.0
+    )
     result = branch.read_result()
     assert result is not None
     assert whole is not None
     assert result["iterations"] == 34
     assert result["weights_sha256"] == whole["weights_sha256"]
     assert len(result["history"]) == 10
+    # (1 + 64 / 64) / (1 + 64 / 128)
+    assert larger.read_config().lr == pytest.approx(4 / 3 * 5e-4)
 
 
 def test_far_below_the_best_learning_rate_scaled_rates_make_batches_equal(tmp_path: Path) -> None:

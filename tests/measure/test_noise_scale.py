@@ -16,6 +16,7 @@ from paceline.measure.noise_scale import (
     SAMPLE_KEYS,
     NoiseSample,
     estimate,
+    learning_rate_factor,
     read_noise_samples,
 )
 
@@ -205,3 +206,14 @@ def test_samples_are_read_from_events_without_repeats_and_damage(tmp_path: Path)
     assert [(each.iteration, each.square) for each in found] == [(9, 1.0), (19, 3.0), (29, 3.0)]
     assert [each.iteration for each in read_noise_samples(file, until=29)] == [9, 19]
     assert read_noise_samples(tmp_path / "missing") == []
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_the_learning_rate_is_scaled_up_to_the_noise_scale(optimizer: str) -> None:
+    """Linear in the batch size far below, constant far above; square roots for Adam."""
+    power = 1.0 if optimizer == "sgd" else 0.5
+    assert learning_rate_factor(64, 64, 100.0, optimizer) == 1
+    assert learning_rate_factor(128, 64, 1e9, optimizer) == pytest.approx(2**power)
+    assert learning_rate_factor(128, 64, math.inf, optimizer) == 2**power
+    assert learning_rate_factor(128, 64, 0.0, optimizer) == 1
+    assert learning_rate_factor(300, 100, 100.0, optimizer) == pytest.approx(1.5**power)

@@ -52,16 +52,6 @@ def test_cost_prefers_fewer_workers_than_time() -> None:
     assert by_cost.to_dict()["by"] == "cost"
 
 
-@pytest.mark.parametrize(("noise_scale", "batch"), [(8.0, 32), (1e5, 256)])
-def test_the_noise_scale_decides_about_the_batch(noise_scale: float, batch: int) -> None:
-    """Noisy gradients make large batches worthwhile; for others, more samples are wasted."""
-    noisy = replace(calibration(), noise_scale=noise_scale, learning_batch_size=64)
-    found = advise(noisy, [Target("single", 1, 64)])
-    assert found.best.target.samples == batch
-    assert f"--batch-size {batch}" in found.command
-    assert "--lr-scaling sqrt --base-batch-size 64" in found.command
-
-
 def test_without_a_noise_scale_the_batch_stays() -> None:
     assert advise(calibration(), targets()).best.target.samples == 64
 

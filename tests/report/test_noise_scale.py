@@ -10,11 +10,11 @@ import pytest
 
 from paceline.analysis.noise_scale import noise_curve
 from paceline.analysis.run import open_run
-from paceline.measure.noise_scale import SAMPLE_KEYS, NoiseSample, estimate
+from paceline.measure.noise_scale import NoiseSample, estimate
 from paceline.records import RunFolder, noise_scale_text
 from paceline.report.build import write_report
 from paceline.report.summary import print_summary
-from tests.support.records import FakeRun, write_run
+from tests.support.records import FakeRun, add_noise_samples, write_run
 
 SAMPLES = [
     NoiseSample(step, 32.0, 64.0, 2.0 + 0.01 * (step % 7), 1.2 + 0.01 * (step % 5))
@@ -29,11 +29,7 @@ def write_noise(folder: Path, noise: dict[str, Any], samples: list[NoiseSample])
     result["workers"][0]["noise_scale"] = noise
     result["config"]["noise_every"] = noise["every"] or "auto"
     file.write_text(json.dumps(result))
-    columns = {name: [getattr(each, name) for each in samples] for name in SAMPLE_KEYS}
-    events = path / "events-0.jsonl"
-    *earlier, end = events.read_text().splitlines()
-    lines = [*earlier, json.dumps({"event": "gradient_noise", "time": 0.0, **columns}), end]
-    events.write_text("".join(f"{line}\n" for line in lines))
+    add_noise_samples(path, samples)
     return path
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import Kind, RunSettings, from_mapping
+from paceline.measure.noise_scale import SAMPLE_KEYS, NoiseSample
 from paceline.records import (
     BETWEEN_ITERATIONS,
     PHASES,
@@ -281,3 +282,12 @@ def write_trace(path: Path) -> None:
               event("gradients", "transfer", 23, 6), event("forward", "phase", 40, 9)]  # fmt: skip
     path.write_text(json.dumps({"schema": 1, "rank": 0, "iterations": iterations,
                                 "traceEvents": [{"ph": "M"}, *events]}))  # fmt: skip
+
+
+def add_noise_samples(path: Path, samples: Sequence[NoiseSample]) -> None:
+    """Add measurements of the gradient noise scale to the events of a run's rank 0."""
+    columns = {name: [getattr(each, name) for each in samples] for name in SAMPLE_KEYS}
+    events = path / "events-0.jsonl"
+    *earlier, end = events.read_text().splitlines()
+    lines = [*earlier, json.dumps({"event": "gradient_noise", "time": 0.0, **columns}), end]
+    events.write_text("".join(f"{line}\n" for line in lines))

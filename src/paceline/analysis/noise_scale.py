@@ -8,19 +8,29 @@ rate is tuned for each batch size, and that N at one batch size holds for the ot
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from paceline.analysis.curves import Curve, Floats, edges
 from paceline.analysis.run import Run
-from paceline.measure.noise_scale import REMEMBERED, NoiseSample, estimate, read_noise_samples
+from paceline.measure.noise_scale import (
+    MOST_BLOCKS,
+    REMEMBERED,
+    NoiseSample,
+    NoiseScale,
+    estimate,
+    read_noise_samples,
+)
 
 MAX_POINTS = 100
 """Of a curve: it is smooth, and each point takes as long as an estimate."""
+BLOCK_SAMPLES = 5
+"""Measured steps whose mean squared norm is precise enough to divide by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +43,6 @@ class NoiseCurve:
     """Lower end of the 95% confidence interval; NaN if there are too few measurements."""
     high: Floats
     """Upper end; infinite if the interval has none."""
-
-    @property
-    def mean(self) -> float:
-        """The mean over the run, which predicts the steps of a whole run."""
-        return float(self.values.mean())
 
     def as_curve(self) -> Curve:
         """The curve and its interval, for a chart; where an end is unknown, the value itself."""
@@ -62,6 +67,26 @@ def curve_of(samples: Sequence[NoiseSample]) -> NoiseCurve | None:
             iteration = samples[end - 1].iteration + 1
             rows.append((iteration, found.value, low, math.nan if high is None else high))
     return NoiseCurve(*np.array(rows, dtype=np.float64).T) if rows else None
+
+
+def whole_run(samples: Sequence[NoiseSample]) -> NoiseScale | None:
+    """The noise scale that predicts the steps of a whole run, during which it changes.
+
+    A step with batch size b does as much as |G|^2 / (|G|^2 + V / b) of a step with the largest
+    batch. To add up such steps and their samples over the run, |G|^2 and V of each measured step
+    are divided by |G|^2 + V / b, the mean squared norm of the steps around it.
+    """
+    bounds = edges(len(samples), min(MOST_BLOCKS, max(1, len(samples) // BLOCK_SAMPLES)))
+    scaled: list[NoiseSample] = []
+    for start, end in itertools.pairwise(bounds):
+        block = samples[start:end]
+        square = math.fsum(one.square for one in block) / len(block)
+        if square > 0:
+            scaled += [
+                replace(one, square=one.square / square, small_square=one.small_square / square)
+                for one in block
+            ]
+    return estimate(scaled, decay=1.0)
 
 
 def final_noise_scale(run: Run) -> dict[str, Any] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import typing
 from collections.abc import Container
 from dataclasses import dataclass
@@ -552,6 +553,12 @@ class RunConfig:
         if self.batch_per_worker is not None:
             return self.batch_per_worker * self.workers
         return DEFAULT_BATCH_SIZE if self.batch_size is None else self.batch_size
+
+    @property
+    def learning_rate_scale(self) -> float:
+        """Factor on all learning rates, by `lr_scaling`."""
+        ratio = self.global_batch_size / self.base_batch_size
+        return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[self.lr_scaling]
 
     def iterations_in_total(self, batches_per_epoch: int) -> int:
         if self.iterations is not None:

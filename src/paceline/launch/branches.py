@@ -15,6 +15,7 @@ from typing import Any
 from paceline.config import RunConfig, from_mapping
 from paceline.errors import CheckpointError, RunError
 from paceline.launch import launcher
+from paceline.measure.noise_scale import learning_rate_factor
 from paceline.records import RunFolder
 from paceline.training.checkpoint import Checkpoint, newest_checkpoint, write_checkpoint
 from paceline.training.run_state import kept_settings
@@ -24,26 +25,49 @@ EVALUATIONS = 10
 
 
 def run_branches(
-    path: str | Path, batch_sizes: list[int], samples: int, out: str | Path
+    path: str | Path,
+    batch_sizes: list[int],
+    samples: int,
+    out: str | Path,
+    noise_scale: float = math.inf,
 ) -> list[RunFolder]:
     """Train a branch of a run for each batch size, all with about as many samples.
 
-    They start at the newest checkpoint, one after the other, and are recorded below `out`.
+    They start at the newest checkpoint, one after the other, and are recorded below `out`. With a
+    noise scale, the learning rate is that of `paceline plan --advise`; otherwise it is scaled
+    linearly (Adam: by the square root).
     """
     folder = RunFolder.open(path)
     checkpoint = newest_checkpoint(folder.checkpoints)
     if checkpoint is None:
         raise CheckpointError(f"{path} has no checkpoint to branch from: use --checkpoint-every")
     config = folder.read_config()
-    return [_run(config, checkpoint, batch, samples, out) for batch in batch_sizes]
+    rate = float(checkpoint.state["optimizer"]["param_groups"][0]["lr"])
+    base = config.global_batch_size
+    return [
+        _run(
+            config,
+            checkpoint,
+            batch,
+            rate * learning_rate_factor(batch, base, noise_scale, config.optimizer),
+            samples,
+            out,
+        )
+        for batch in batch_sizes
+    ]
 
 
 def _run(
-    config: RunConfig, checkpoint: Checkpoint, batch: int, samples: int, out: str | Path
+    config: RunConfig,
+    checkpoint: Checkpoint,
+    batch: int,
+    rate: float,
+    samples: int,
+    out: str | Path,
 ) -> RunFolder:
     first = round(checkpoint.iteration * config.global_batch_size / batch)
     steps = math.ceil(samples / batch)
-    branch = _branch_config(config, checkpoint, batch, first + steps, max(1, steps // EVALUATIONS))
+    branch = _branch_config(config, batch, rate, first + steps, max(1, steps // EVALUATIONS))
     branch = dataclasses.replace(branch, out=str(out), name=f"batch-{batch}")
     folder = RunFolder.create(branch)
     folder.checkpoints.mkdir()
@@ -56,13 +80,8 @@ def _run(
 
 
 def _branch_config(
-    config: RunConfig, checkpoint: Checkpoint, batch: int, iterations: int, eval_every: int
+    config: RunConfig, batch: int, rate: float, iterations: int, eval_every: int
 ) -> RunConfig:
-    """The configuration of a branch; the learning rate is that of the checkpoint, scaled."""
-    ratio = batch / config.global_batch_size
-    # Adam divides gradients by their norm, which falls with the noise.
-    factor = math.sqrt(ratio) if config.optimizer in ("adam", "adamw") else ratio
-    rate = float(checkpoint.state["optimizer"]["param_groups"][0]["lr"])
     changes: dict[str, Any] = {
         "batch_size": batch,
         "batch_per_worker": None,
@@ -71,7 +90,7 @@ def _branch_config(
         "eval_every": eval_every,
         "target_accuracy": None,
         "target_loss": None,
-        "lr": rate * factor,
+        "lr": rate,
         "schedule": "constant",
         "lr_steps": [],
         "warmup_epochs": 0.0,

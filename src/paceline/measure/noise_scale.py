@@ -135,6 +135,21 @@ def estimate(samples: Sequence[NoiseSample], decay: float = DECAY) -> NoiseScale
     )
 
 
+def learning_rate_factor(
+    batch: float, base_batch: float, noise_scale: float, optimizer: str
+) -> float:
+    """Return the learning rate for a batch size, relative to that for the base batch size.
+
+    For SGD (1 + N / base) / (1 + N / batch) with the noise scale N: linear in the batch size far
+    below N (or if N is infinite), constant far above. Others divide gradients by their norm, which
+    falls with the noise: its square root.
+    """
+    factor = batch / base_batch
+    if math.isfinite(noise_scale):
+        factor *= (base_batch + noise_scale) / (batch + noise_scale)
+    return factor if optimizer == "sgd" else math.sqrt(factor)
+
+
 def _fieller(
     numerators: Floats, denominators: Floats, weights: Floats
 ) -> tuple[float | None, float | None]:

@@ -1,26 +1,23 @@
 """Recommends strategy, options, batch size and number of workers, by time or by cost.
 
 Candidates are predicted like any other plan. Without a gradient noise scale, the batch size stays
-as it is and the fastest candidate processes the most samples per second. With one, larger batches
-are candidates too: training to a loss takes 1 + noise scale / batch times as many steps
-(analysis/noise_scale.py), so the fastest candidate reaches the loss first.
+as it is and the fastest candidate processes the most samples per second. With one, other batch
+sizes are candidates too (batch_size.py), and the fastest candidate reaches the loss first.
 """
 
 from __future__ import annotations
 
-import itertools
 import shlex
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from paceline.analysis.noise_scale import relative_steps
 from paceline.errors import NoPredictionError
+from paceline.plan.batch_size import BatchAdvice, advise_batch, batch_sizes
 from paceline.plan.calibration import Calibration
 from paceline.plan.option_variants import is_exact, option_variants
 from paceline.plan.prediction import Prediction, Predictor, Target
 
-BATCH_FACTORS = (0.5, 1, 2, 4)
 SCAN_SAMPLES = 20
 """Bootstrap samples of the predictions that candidates are compared by."""
 MIN_GAIN = 0.02
@@ -47,6 +44,8 @@ class Advice:
     codec: tuple[Prediction, float] | None = None
     """The best candidate with a codec, and how much time or money it saves, as a share; None if
     no codec was measured, or if none saves MIN_GAIN."""
+    batch: BatchAdvice | None = None
+    """None if the batch size was not to be chosen."""
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -56,6 +55,7 @@ class Advice:
             "limit": self.limit,
             "command": self.command,
             "codec": self.codec and {**self.codec[0].to_dict(), "saving": self.codec[1]},
+            "batch": None if self.batch is None else self.batch.to_dict(),
         }
 
 
@@ -69,13 +69,28 @@ def advise(
     scan, predictor = Predictor(calibration, SCAN_SAMPLES), Predictor(calibration)
     found: list[Candidate] = []
     error: NoPredictionError | None = None
-    for target in _variants(calibration, targets):
-        try:
-            prediction = scan.predict(target)
-        except NoPredictionError as missing:
-            error = error or missing
-            continue
-        found.append(Candidate(prediction, _score(calibration, prediction, price_per_worker_hour)))
+
+    def add(variants: Iterable[Target]) -> list[Candidate]:
+        nonlocal error
+        added = []
+        for variant in variants:
+            try:
+                prediction = scan.predict(variant)
+            except NoPredictionError as missing:
+                error = error or missing
+                continue
+            score = _score(calibration, prediction, price_per_worker_hour)
+            added.append(Candidate(prediction, score))
+        found.extend(added)
+        return added
+
+    by_batch: dict[tuple[str, int], list[Candidate]] = {}
+    for target in targets:
+        sized = add(_with_batch_sizes(calibration, target))
+        if sized:
+            by_batch[target.strategy, target.workers] = sized
+            fastest = min(sized, key=lambda one: one.score).prediction.target
+            add(_with_options(calibration, fastest))
     has_exact = any(is_exact(each.prediction.target.options) for each in found)
     if not found:
         raise error or NoPredictionError("cannot recommend: choose other --strategy or --workers")
@@ -84,13 +99,13 @@ def advise(
         key=_rank,
     )
     best = ranked[0]
-    others: dict[tuple[str, int, int], Candidate] = {}
+    others: dict[tuple[str, int], Candidate] = {}
     for each in ranked:
-        target = each.prediction.target
-        others.setdefault((target.strategy, target.workers, target.samples), each)
+        others.setdefault((each.prediction.target.strategy, each.prediction.target.workers), each)
     own = best.prediction.target
-    del others[own.strategy, own.workers, own.samples]
+    del others[own.strategy, own.workers]
     chosen = predictor.predict(own)
+    sizes = [one.prediction for one in by_batch[own.strategy, own.workers]]
     exposed = chosen.exposed_communication.median
     return Advice(
         chosen,
@@ -102,6 +117,9 @@ def advise(
         "communication" if exposed > 0.5 else "compute",
         command(calibration, own),
         _with_codec(found, best, predictor),
+        advise_batch(calibration.learning, chosen, sizes)
+        if calibration.learning is not None and own.scaling == "strong"
+        else None,
     )
 
 
@@ -123,27 +141,28 @@ def _rank(candidate: Candidate) -> float:
     return candidate.score * (1 + MIN_GAIN if has_options else 1)
 
 
-def _variants(calibration: Calibration, targets: Sequence[Target]) -> Iterator[Target]:
-    for target in targets:
-        sizes = {target.samples}
-        if calibration.noise_scale is not None and target.scaling == "strong":
-            sizes = {round(target.samples * factor) for factor in BATCH_FACTORS}
-        for samples, each in itertools.product(sorted(sizes), option_variants(calibration, target)):
-            if samples >= target.workers:
-                yield Target(
-                    target.strategy, target.workers, samples, each, target.hosts, target.link,
-                    target.backend, target.scaling, target.slowdown, target.racks,
-                )  # fmt: skip
+def _with_batch_sizes(calibration: Calibration, target: Target) -> Iterator[Target]:
+    sizes = [target.samples]
+    if calibration.learning is not None and target.scaling == "strong":
+        sizes = batch_sizes(calibration.learning, target.samples, target.workers)
+    for samples in sizes:
+        yield replace(target, samples=samples)
+
+
+def _with_options(calibration: Calibration, target: Target) -> Iterator[Target]:
+    for options in option_variants(calibration, target):
+        if options != target.options:
+            yield replace(target, options=options)
 
 
 def _score(calibration: Calibration, prediction: Prediction, price: float | None) -> float:
     target = prediction.target
     seconds = prediction.step_seconds.median
-    if calibration.noise_scale is None:
+    if calibration.learning is None:
         # The same number of samples for every candidate.
         time = seconds / target.samples
     else:
-        time = seconds * relative_steps(target.samples, calibration.noise_scale)
+        time = seconds * calibration.learning.relative_steps(target.samples)
     return time if price is None else time * target.workers * price
 
 
@@ -158,7 +177,7 @@ def command(calibration: Calibration, target: Target) -> str:
         words += ["--nnodes", str(target.host_count)]
     if (per_host := target.workers // target.host_count) > 1:
         words += ["--nproc-per-node", str(per_host)]
-    base = calibration.learning_batch_size
-    if calibration.noise_scale is not None and base and target.samples != base:
-        words += ["--lr-scaling", "sqrt", "--base-batch-size", str(base)]
+    learning = calibration.learning
+    if learning is not None and (rate := learning.scaled_rate(target.samples)) is not None:
+        words += ["--lr", f"{rate:.3g}"]
     return shlex.join(words)

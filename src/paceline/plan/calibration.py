@@ -21,6 +21,7 @@ from typing import Any, Literal, Self
 
 from paceline.commbench.fit import Line, Point, fit
 from paceline.errors import RecordsError
+from paceline.plan.learning import Learning
 from paceline.plan.links import Link
 from paceline.records import SCHEMA, is_number, read_json, write_json
 
@@ -149,10 +150,8 @@ class Calibration:
     """Momentum and moments of a replica, which `local_sgd` also averages."""
     activation_bytes_per_sample: float | None = None
     """Memory of a worker between forward and backward pass, per sample; None if unknown."""
-    noise_scale: float | None = None
-    """Gradient noise scale of the runs, in samples; None if it was not measured."""
-    learning_batch_size: int | None = None
-    """Global batch size of the runs that the learning rate belongs to; None if unknown."""
+    learning: Learning | None = None
+    """Gradient noise scale, steps and learning rate of a run; None if no run measured them."""
     has_ready_times: bool = True
     """Whether `Gradient.ready` was measured; otherwise it is assumed to be uniform."""
     other_processes_share: float | None = None
@@ -189,6 +188,11 @@ class Calibration:
             )
         ignored = {*_HEADER, *_FORMER}
         values = {key: value for key, value in record.items() if key not in ignored}
+        if record.get("noise_scale") and record.get("learning_batch_size"):
+            values["learning"] = {
+                "noise_scale": record["noise_scale"],
+                "batch_size": record["learning_batch_size"],
+            }
         try:
             calibration: Self = parse(cls, values)
         except (TypeError, ValueError) as error:
@@ -214,6 +218,8 @@ class Calibration:
             yield "gradients must have sizes above 0"
         if any(not 0 <= each.ready <= 1 for each in self.gradients):
             yield "gradients must be ready from 0 to 1"
+        if self.learning and min(self.learning.noise_scale, self.learning.batch_size) <= 0:
+            yield "learning must have a noise scale and a batch size above 0"
         for point in self.compute:
             if point.samples <= 0 or not point.seconds > 0:
                 yield "compute points must have samples and seconds above 0"
@@ -230,8 +236,8 @@ class Calibration:
 
 
 _HEADER = ("schema", "kind", "version")
-_FORMER = ("codecs",)
-"""Fields of earlier calibrations, which nothing uses."""
+_FORMER = ("codecs", "noise_scale", "learning_batch_size")
+"""Fields of earlier calibrations."""
 
 
 def parse(kind: Any, value: Any) -> Any:

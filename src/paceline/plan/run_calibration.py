@@ -17,7 +17,6 @@ import numpy as np
 from paceline.analysis.collection import collect
 from paceline.analysis.contention import other_processes_share
 from paceline.analysis.events import read_iterations
-from paceline.analysis.noise_scale import final_noise_scale
 from paceline.analysis.run import Run
 from paceline.analysis.validation import is_number
 from paceline.config import cluster_spec
@@ -34,6 +33,7 @@ from paceline.plan.calibration import (
     MeasuredRun,
 )
 from paceline.plan.comm_records import backend_of, codec_timings, comm_timings
+from paceline.plan.learning import learning_of
 from paceline.plan.links import Link, link_of_cluster
 from paceline.plan.strategy_options import is_modeled, without_defaults
 from paceline.records import read_json
@@ -169,8 +169,7 @@ def _calibration(
         ),
         optimizer_state_bytes=_state_bytes(runs[0], sum(each.size_bytes for each in gradients)),
         activation_bytes_per_sample=_activation_bytes(runs),
-        noise_scale=_noise_scale(runs),
-        learning_batch_size=max(run.settings.global_batch_size or 1 for run in runs),
+        learning=learning_of(runs),
         has_ready_times=has_ready_times,
         other_processes_share=_other_processes_share(runs),
         hardware=first.get("hardware", {}),
@@ -330,13 +329,6 @@ def _state_bytes(run: Run, weights_bytes: int) -> int:
     optimizer = str(run.settings.get("optimizer"))
     momentum = bool(run.settings.get("momentum"))
     return OPTIMIZER_COPIES.get(optimizer, int(momentum)) * weights_bytes
-
-
-def _noise_scale(runs: Sequence[Run]) -> float | None:
-    """The median over the runs that measured it."""
-    found = [final_noise_scale(run) or {} for run in runs]
-    values = [one["value"] for one in found if is_number(one.get("value")) and one["value"] > 0]
-    return float(np.median(values)) if values else None
 
 
 def _other_processes_share(runs: Sequence[Run]) -> float | None:

@@ -14,6 +14,7 @@ from paceline.plan.plan import Plan
 from paceline.plan.prediction import Prediction
 from paceline.plan.sensitivity import Sensitivity
 from paceline.report.plan_wording import (
+    batch_advice_texts,
     batch_text,
     condition_notes,
     configuration,
@@ -96,7 +97,12 @@ def _sensitivity_table(sensitivity: Sensitivity) -> Table:
 
 def _print_advice(console: Console, advice: Advice) -> None:
     console.print("\nRecommendation", style="bold")
-    for text in (recommendation_text(advice), limit_text(advice), *runner_up_texts(advice)):
+    for text in (
+        recommendation_text(advice),
+        limit_text(advice),
+        *runner_up_texts(advice),
+        *batch_advice_texts(advice),
+    ):
         console.print(paragraph(text, console))
     console.print(advice.command, soft_wrap=True)
 

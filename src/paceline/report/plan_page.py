@@ -28,6 +28,7 @@ from paceline.report.document import (
 )
 from paceline.report.html import to_html
 from paceline.report.plan_wording import (
+    batch_advice_texts,
     batch_text,
     condition_notes,
     configuration,
@@ -98,6 +99,8 @@ def _points(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "Why", limit_text(plan.advice)
         for number, text in enumerate(runner_up_texts(plan.advice)):
             yield ("" if number else "Runners-up"), f"{text}."
+        for number, text in enumerate(batch_advice_texts(plan.advice)):
+            yield ("" if number else "Batch size"), text
         yield "Command", f"`{plan.advice.command}`"
     if plan.checks:
         yield "How sure", " ".join(validation_texts(plan.checks))

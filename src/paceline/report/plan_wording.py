@@ -12,6 +12,7 @@ from paceline.plan.prediction import Interval, Prediction, Target
 from paceline.plan.sensitivity import Effect
 from paceline.plan.step_simulation import BUCKET_STRATEGIES
 from paceline.plan.validation import Check, median_error
+from paceline.records import noise_scale_text
 
 
 def step_text(interval: Interval, mark: str = "") -> str:
@@ -92,6 +93,37 @@ def runner_up_texts(advice: Advice) -> list[str]:
             " gradients: compare the accuracy"
         )
     return texts
+
+
+def batch_advice_texts(advice: Advice) -> Iterator[str]:
+    """What the batch size is chosen by, how sure that is, and how to check it."""
+    batch = advice.batch
+    if batch is None:
+        return
+    learning, relative = batch.learning, batch.relative_time
+    if batch.steps is not None and batch.seconds is not None:
+        loss = "the loss" if learning.loss is None else f"the test loss of {learning.loss:.4g}"
+        text = f"Batch {batch.batch_size:,} reaches {loss} of {learning.source or 'the run'} in"
+        text += f" {batch.steps:,.0f} steps, {step_text(batch.seconds)}"
+        if advice.price_per_worker_hour is not None:
+            hours = batch.seconds.median / 3600 * advice.best.target.workers
+            text += f", at a cost of {hours * advice.price_per_worker_hour:,.3g}"
+        if relative is not None and batch.batch_size != learning.batch_size:
+            text += f": {relative.median:.2g} times ({relative.low:.2g} to {relative.high:.2g}) the"
+            text += f" time with batch {learning.batch_size:,}"
+        yield f"{text}."
+    low, high = batch.batch_range
+    scale = noise_scale_text(
+        {**learning.to_dict(), "value": learning.noise_scale, "batch": learning.batch_size}
+    )
+    best = f"{low:,} to {high:,}" if high > low else f"{low:,}"
+    yield f"Noise scale N: {scale}. By the ends of that interval, the best batch is {best}."
+    rate = "" if learning.learning_rate is None else f"{learning.learning_rate:.3g} x "
+    yield f"Learning rate at other batch sizes: {rate}{learning.rate_rule}."
+    yield (
+        "The noise scale rests on assumptions (arXiv 2505.23971). Before a long run, check the"
+        " batch size in short runs from a checkpoint: run_branches in docs/metrics.md."
+    )
 
 
 def validation_texts(checks: Sequence[Check]) -> list[str]:

@@ -25,7 +25,7 @@ Schedule = Callable[[int], float]
 def learning_rate(config: RunConfig, batches_per_epoch: int) -> Schedule:
     """Return a function from iteration to learning rate, with batch-size scaling and warm-up."""
     total = config.iterations_in_total(batches_per_epoch)
-    scale = _batch_scale(config)
+    scale = config.learning_rate_scale
     shape = _shape(config, total, batches_per_epoch)
     warmup = round(config.warmup_epochs * batches_per_epoch)
 
@@ -35,11 +35,6 @@ def learning_rate(config: RunConfig, batches_per_epoch: int) -> Schedule:
         return scale * risen * shape(iteration)
 
     return rate
-
-
-def _batch_scale(config: RunConfig) -> float:
-    ratio = config.global_batch_size / config.base_batch_size
-    return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[config.lr_scaling]
 
 
 def _shape(config: RunConfig, total: int, batches_per_epoch: int) -> Schedule:
