@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
@@ -170,6 +173,26 @@ def test_the_account_adds_up() -> None:
     assert sum(account["samples"] for account in accounts) == 2 * SAMPLES
     weights = sum(weight.numel() for weight in model().parameters())
     assert accounts[0]["traffic"]["gradients"]["bytes_sent"] >= 8 * weights * 4
+
+
+def test_the_model_can_be_copied_saved_and_compiled() -> None:
+    torch._dynamo.reset()
+    with paceline.join("single", out=None) as team:
+        net = model()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        trained, _, batches = team.prepare(net, optimizer, tensors(), batch_size=BATCH)
+        copied = copy.deepcopy(trained), pickle.loads(pickle.dumps(trained))
+        counter = CompileCounter()
+        compiled = torch.compile(trained, fullgraph=True, backend=counter, dynamic=False)
+        sizes = set()
+        for inputs, labels in batches:
+            sizes.add(len(inputs))
+            for each in copied:
+                each(inputs)
+            team.backward(F.cross_entropy(compiled(inputs), labels))
+            team.step()
+    assert counter.frame_count == len(sizes)
+    assert not trained._forward_pre_hooks
 
 
 @pytest.mark.parametrize("batch_size", [0, SAMPLES + 1])

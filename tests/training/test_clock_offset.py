@@ -21,6 +21,7 @@ from paceline.training.coordination import (
     ClockOffset,
     OffsetSample,
     StepCoordinator,
+    attribute_waits,
     measure_clock_offset,
 )
 from tests.support import toy_replicas as toy
@@ -92,6 +93,19 @@ def test_waits_include_steps_that_the_meter_settles_late() -> None:
         return replica.clock.seconds["wait"]
 
     assert in_process.run(2, work) == pytest.approx([1.0, 0.0])
+
+
+def test_a_rank_is_waited_for_until_it_issues_what_others_wait_for() -> None:
+    """Rank 1 issues it a second later than rank 0, and waits for it from then to 4.5 s."""
+
+    def work(communicator: Communicator) -> float:
+        replica, rank = toy.replica(communicator, toy.sgd()), communicator.rank
+        replica.exposed.add(3.0 if rank == 0 else 4.0, 4.5, arrived=2.5 + rank)
+        attribute_waits(communicator, replica.clock, replica.exposed, ClockOffset())
+        return replica.clock.seconds["wait"]
+
+    # The rest is communication: all have arrived.
+    assert in_process.run(2, work) == pytest.approx([0.5, 0.0])
 
 
 @pytest.mark.parametrize(

@@ -146,8 +146,8 @@ def _rank_split(run: Run, worker: dict[str, Any], timing: RankStepTimes | None) 
     if recorded is not None and recorded["iterations"]:
         seconds = timing.mean if timing else worker["iteration_seconds"].get("mean")
         phases = {phase: float(recorded["phases"][phase]) for phase in IN_ITERATION}
-        if run.settings.kind == "profile" and seconds is not None:
-            # A script may do anything in its steps, such as making batches without a DataLoader.
+        if run.settings.kind != "train" and seconds is not None:
+            # A user's loop may do anything in its steps, such as making batches itself.
             rest = seconds * recorded["iterations"] - math.fsum(phases.values())
             phases["other"] = max(0.0, rest)
         return _over(phases, recorded["iterations"], seconds, has_first=False)

@@ -90,12 +90,15 @@ class ExposedIntervals:
     def clear(self) -> None:
         self.began = array("d")
         self.ended = array("d")
+        self.arrived = array("d")
+        """When this rank issued what it waits for: at the start, unless that was before."""
 
-    def add(self, began: float, ended: float) -> None:
+    def add(self, began: float, ended: float, arrived: float | None = None) -> None:
         """Add an interval, in the order of their starts."""
         index = bisect_right(self.began, began)
         self.began.insert(index, began)
         self.ended.insert(index, ended)
+        self.arrived.insert(index, began if arrived is None else arrived)
 
 
 class PhaseClock:
@@ -155,10 +158,13 @@ class PhaseClock:
         """Like `enter`, but wait for all work that was started before."""
         return self.enter(phase)
 
-    def end_exposed(self, phase: str) -> None:
-        """Enter `phase`; the phase that ends was exposed communication."""
+    def end_exposed(self, phase: str, arrived: float | None = None) -> None:
+        """Enter `phase`; the phase that ends was exposed communication.
+
+        `arrived`: when it was issued, if that was before the phase.
+        """
         began = self._since
-        self._exposed.add(began, self.enter(phase))
+        self._exposed.add(began, self.enter(phase), arrived)
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -347,7 +353,8 @@ class CudaPhaseClock(PhaseClock):
     def next_step(self, phase: str) -> float:
         return self._enter(phase, event="next")
 
-    def end_exposed(self, phase: str) -> None:
+    def end_exposed(self, phase: str, arrived: float | None = None) -> None:
+        """`arrived` is a time of the program, and the phase is one of the GPU."""
         self._enter(phase, event="exposed")
 
     def _enter(self, phase: str, *, waits: bool = False, event: MarkEvent = None) -> float:

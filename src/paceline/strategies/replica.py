@@ -67,17 +67,18 @@ def _copy_back(flat: Tensor, tensors: list[Tensor]) -> None:
 class ExposedCommunication:
     """Context manager that counts its block as exposed communication, in phase "exchange"."""
 
-    __slots__ = ("_clock", "_phase")
+    __slots__ = ("_arrived", "_clock", "_phase")
 
-    def __init__(self, clock: PhaseClock) -> None:
+    def __init__(self, clock: PhaseClock, arrived: float | None) -> None:
         self._clock = clock
+        self._arrived = arrived
 
     def __enter__(self) -> None:
         self._phase = self._clock.phase
         self._clock.enter("exchange")
 
     def __exit__(self, *_: object) -> None:
-        self._clock.end_exposed(self._phase)
+        self._clock.end_exposed(self._phase, self._arrived)
 
 
 @dataclass(slots=True)
@@ -142,9 +143,12 @@ class Replica:
         """Accumulate the gradients of a loss."""
         self.scaler.scale(loss).backward()
 
-    def exposed_communication(self) -> ExposedCommunication:
-        """Return a context manager for communication that training waits for."""
-        return ExposedCommunication(self.clock)
+    def exposed_communication(self, arrived: float | None = None) -> ExposedCommunication:
+        """Return a context manager for communication that training waits for.
+
+        `arrived`: when it was issued, if that was earlier.
+        """
+        return ExposedCommunication(self.clock, arrived)
 
     @property
     def exposed(self) -> ExposedIntervals:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -52,6 +53,8 @@ class Batches(ABC):
         """The current epoch, or the next one between two."""
         self._done = 0
         """Batches of the current epoch."""
+        self._is_before_forward = False
+        """Whether a batch is there and the model has not been called for it."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -66,8 +69,10 @@ class Batches(ABC):
             batch = next(batches, _END)
             if batch is _END:
                 break
-            clock.enter("forward")
+            clock.enter("other")
+            self._announce()
             self._done += 1
+            self._is_before_forward = True
             yield batch
         self._current, self._done = epoch + 1, 0
         # The end of the data is not part of an iteration.
@@ -75,7 +80,24 @@ class Batches(ABC):
 
     @abstractmethod
     def _batches(self, epoch: int) -> Iterator[Any]:
-        """Yield the batches of an epoch; before each, set `own_samples` and weigh the batch."""
+        """Yield the batches of an epoch; before each, set `own_samples`."""
+
+    def _announce(self) -> None:  # noqa: B027 - as below
+        """Tell the other workers about the current batch. Collective."""
+
+    def begin_forward(self) -> None:
+        """The model is called: what preceded it is code of the loop."""
+        clock = self._replica.clock
+        if self._is_before_forward and clock.phase == "other":
+            self._is_before_forward = False
+            clock.enter("forward")
+
+    def end_forward(self) -> None:
+        """The backward pass follows; if the model was not called, the forward pass precedes it."""
+        clock = self._replica.clock
+        if self._is_before_forward and clock.phase == "other":
+            clock.phase = "forward"
+        self._is_before_forward = False
 
     def weigh(self) -> None:  # noqa: B027 - not all need it
         """Set the weight of the current batch in the replica, if it is not set yet. Collective."""
@@ -133,6 +155,7 @@ class OwnBatches(Batches):
         self._source = source
         self._device = device
         self._last: Any = _END
+        self._has_batch = False
         self._counts = torch.zeros(3, dtype=torch.float64)
         """Over all workers: samples, workers with a batch, and workers with an unknown count."""
         self._exchange: Work | None = None
@@ -150,8 +173,9 @@ class OwnBatches(Batches):
         for batch in self._source:
             batch = to_device(batch, self._device)
             self._last, self.own_samples = batch, count_samples(batch)
-            self._announce(has_batch=True)
+            self._has_batch = True
             yield batch
+        self._has_batch = False
         while self._others_have_batches():
             self.own_samples = 0
             yield self._last
@@ -159,7 +183,7 @@ class OwnBatches(Batches):
     def _others_have_batches(self) -> bool:
         if self._replica.communicator.world_size == 1:
             return False
-        self._announce(has_batch=False)
+        self._exchange_counts(has_batch=False)
         self.weigh()
         has_more = bool(self._counts[1])
         if has_more and self._last is _END:
@@ -169,7 +193,12 @@ class OwnBatches(Batches):
             )
         return has_more
 
-    def _announce(self, *, has_batch: bool) -> None:
+    def _announce(self) -> None:
+        # The others know already about a batch that is repeated.
+        if self._has_batch:
+            self._exchange_counts(has_batch=True)
+
+    def _exchange_counts(self, *, has_batch: bool) -> None:
         """Start the exchange of the sample counts. Collective."""
         replica, samples = self._replica, self.own_samples if has_batch else 0
         replica.set_sample_counts(samples != 0)
@@ -179,12 +208,13 @@ class OwnBatches(Batches):
         self.weigh()
         self._own = samples, has_batch
         self._counts = torch.tensor([samples or 0, has_batch, samples is None], dtype=torch.float64)
+        self._announced = perf_counter()
         self._exchange = replica.communicator.all_reduce(self._counts, "control")
 
     def weigh(self) -> None:
         if self._exchange is None:
             return
-        with self._replica.exposed_communication():
+        with self._replica.exposed_communication(self._announced):
             self._exchange.wait()
         self._exchange = None
         (samples, has_batch), (total, workers, unknown) = self._own, self._counts.tolist()

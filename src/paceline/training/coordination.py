@@ -91,18 +91,18 @@ def attribute_waits(
     `offset` is the offset of this rank's clock. `along` are further values of this rank, which
     travel in the same message; returns those of all ranks, one row per rank.
     """
-    own = torch.frombuffer(exposed.began, dtype=torch.float64) if exposed.began else torch.empty(0)
-    offsets = [offset.at(moment) for moment in exposed.began]
-    arrived = own + torch.tensor(offsets, dtype=torch.float64)
-    table = all_gather_scalars(communicator, torch.cat([along, arrived]))
-    arrivals = table[:, len(along) :]
-    late = arrivals.amax(0) - arrivals[communicator.rank]
-    lengths = torch.frombuffer(exposed.ended, dtype=torch.float64) - own if exposed.began else own
-    waited = torch.minimum(late, lengths)
+    began, ended, arrived = (
+        torch.tensor(each, dtype=torch.float64)
+        for each in (exposed.began, exposed.ended, exposed.arrived)
+    )
+    offsets = torch.tensor([offset.at(moment) for moment in exposed.began], dtype=torch.float64)
+    table = all_gather_scalars(communicator, torch.cat([along, arrived + offsets]))
+    last_arrived = table[:, len(along) :].amax(0) - offsets
+    waited = torch.minimum((last_arrived - began).clamp(min=0.0), ended - began)
     clock.move("exchange", "wait", float(waited.sum()))
     if clock.log is not None:
-        for began, seconds in zip(exposed.began, waited.tolist(), strict=True):
-            clock.log.relabel("exchange", "wait", began, began + seconds)
+        for moment, seconds in zip(exposed.began, waited.tolist(), strict=True):
+            clock.log.relabel("exchange", "wait", moment, moment + seconds)
     exposed.clear()
     return table[:, : len(along)]
 

@@ -113,12 +113,10 @@ class Session:
         if self.is_first and (text := shard_warning(data, self.world_size)):
             self._warn(text)
         self._began = self._clock.wall_seconds
-        is_wrapped = replica.forward is not model
-        return (
-            _Wrapped(model, replica.forward) if is_wrapped else model,
-            replica.optimizer,
-            self._batches,
-        )
+        trained = model if replica.forward is model else _Wrapped(model, replica.forward)
+        # Before hooks of the strategy, which are part of the forward pass.
+        self._hook = trained.register_forward_pre_hook(_ForwardStart(self._batches), prepend=True)
+        return trained, replica.optimizer, self._batches
 
     def _open_logger(self, folder: RunFolder) -> RunLogger:
         opened = RunLogger(
@@ -144,6 +142,7 @@ class Session:
         if self._replica is None:
             raise UsageError("team.backward: call team.prepare first")
         self._loss = loss.detach()
+        self._batches.end_forward()
         self._batches.weigh()
         self._begin_measurement(self._replica.noise)
         self._clock.enter("backward")
@@ -160,6 +159,9 @@ class Session:
         """Synchronize and update the weights; replaces `step` and `zero_grad` of the optimizer."""
         if self._replica is None:
             raise UsageError("team.step: call team.prepare first")
+        # As in a profile, what follows the backward pass, such as clipping, is part of the update.
+        if self._clock.phase == "other":
+            self._clock.phase = "update"
         noise = self._replica.noise
         if noise.wants_own and not self._strategy.reports_own_gradients:
             noise.add_own(self._replica.gradients())
@@ -262,6 +264,7 @@ class Session:
         """Leave the final weights on every worker; `join` calls it at the end. Collective."""
         if self._replica is None:
             return
+        self._hook.remove()
         self._log(lambda log: log.flush())
         # A loop that left its last batch unused has not waited for its weight.
         self._batches.weigh()
@@ -325,6 +328,21 @@ class Session:
             measuring_fraction=measuring / max(self._clock.wall_seconds, 1e-9),
             warnings=self.warnings,
         )
+
+
+class _ForwardStart:
+    """A hook by which batches learn that the model is called; a copy of the model has none."""
+
+    def __init__(self, batches: Batches | None = None) -> None:
+        self._batches = batches
+
+    def __call__(self, *_: object) -> None:
+        # Compiled code must not depend on the clock.
+        if not torch.compiler.is_compiling() and self._batches is not None:
+            self._batches.begin_forward()
+
+    def __reduce__(self) -> tuple[type[_ForwardStart], tuple[()]]:
+        return _ForwardStart, ()
 
 
 class _Wrapped(nn.Module):
