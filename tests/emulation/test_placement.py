@@ -33,6 +33,11 @@ def test_nodes_that_cores_cannot_take_whole_are_left_to_the_kernel() -> None:
     assert assign_cores({0: 1.5}, [0, 1], taken={}) == {}
 
 
+def test_nodes_of_several_cores_get_cores_of_their_own() -> None:
+    assert assign_cores({0: 2.0, 1: 1.0}, [0, 1, 2], taken={}) == {0: [0, 1], 1: [2]}
+    assert assign_cores({0: 2.0, 1: 2.0}, [0, 1, 2], taken={}) == {}
+
+
 def test_cores_that_another_cluster_uses_come_last() -> None:
     assert assign_cores({0: 0.5}, [0, 1], taken={0: 0.5}) == {0: [1]}
     assert assign_cores({0: 1.0}, [0, 1], taken={0: 1.0, 1: 0.5}) == {}

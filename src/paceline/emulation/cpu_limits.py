@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -44,20 +45,25 @@ RecordPlan = Callable[[dict[int, Path], Path | None], None]
 def assign_cores(
     cpus_of: Mapping[int, float], cores: Sequence[int], taken: Mapping[int, float]
 ) -> dict[int, list[int]]:
-    """Assign a core to every node without overloading any; empty if that is impossible.
+    """Assign cores to every node without overloading any; empty if that is impossible.
 
-    A node of at most one cpu represents a machine with one core. On several cores, its threads
-    would run in parallel, use up the quota and then all stop until the next period, which is too
-    long for transfers on a fast link. `taken` is the load that other clusters put on the cores.
+    A node of at most one cpu represents a machine with one core, and a node of two cpus one with
+    two. On more cores, its threads would run in parallel, use up the quota and then all stop until
+    the next period, which is too long for transfers on a fast link. `taken` is the load that other
+    clusters put on the cores.
     """
     load = {core: taken.get(core, 0.0) for core in cores}
     placed: dict[int, list[int]] = {}
     for node, cpus in sorted(cpus_of.items(), key=lambda item: -item[1]):
-        core = min(load, key=lambda each: load[each])
-        load[core] += cpus
-        if load[core] > FULL:
+        count = max(1, math.ceil(cpus))
+        if 1 < cpus < count:
             return {}
-        placed[node] = [core]
+        own = sorted(load, key=lambda each: load[each])[:count]
+        for core in own:
+            load[core] += cpus / count
+        if len(own) < count or any(load[core] > FULL for core in own):
+            return {}
+        placed[node] = own
     return placed
 
 
