@@ -1,206 +1,111 @@
 """How well plans made on two nodes predict runs on 3, 4 and 8 nodes; `measure` needs root.
 
-    python benchmarks/plan_accuracy.py measure FILE [--only PATTERN] [--limit SECONDS] [--busy X]
-    python benchmarks/plan_accuracy.py predict FILE [--only PATTERN] [--cases]
+    python benchmarks/plan_accuracy.py [predict [FILE]] [--only PATTERN] [--cases]
+    python benchmarks/plan_accuracy.py measure FILE [--cpus X] [--only PATTERN] [--limit SECONDS]
 
-`measure` runs emulated clusters whose nodes have a fifth of a core each, so that eight of them fit
-on two cores. Links have 100 Mbit/s, 1 Gbit/s, and 1 Gbit/s with a round trip of 1 ms, which
-emulation/forwarder.c adds if the kernel has no netem (docs/emulation.md). For each link:
+`predict` predicts the held-out runs that FILE has (default: those recorded for the tests), and
+prints the error relative to the measured step time, the rank correlation of the strategies for each
+link, model and number of nodes, and how many measurements are within the 80% intervals. It shows
+the same for the form of AdaptDL's model (Qiao et al., OSDI 2021), fitted to the same runs.
 
-- LINK/comm: `paceline comm` on two nodes.
-- LINK/MODEL/calibration: runs on one node with several batches, one run of each strategy on two
-  nodes, and the calibration (plan/calibration.py) that follows from them and from LINK/comm.
-- LINK/MODEL/NODES/STRATEGY: a held-out run.
-
-Each is appended to FILE as a JSON line, and those that it has are not repeated: with --limit, all
-of them can be measured in several parts. The machine must be quiet: `busy` is the share of the CPU
-that other processes used. Runs with more than --busy
-are repeated, and the quietest of three is kept.
-
-`predict` predicts the held-out runs that FILE has, and prints the error relative to the measured
-step time, the rank correlation of the strategies for each link, model and number of nodes, and how
-many measurements are within the 80% intervals. It shows the same for the form of AdaptDL's model
-(Qiao et al., OSDI 2021), fitted to the same runs.
+`measure` runs emulated clusters (common/plan_measurements.py). Links have 100 Mbit/s, 1 Gbit/s, and
+1 Gbit/s with a round trip of 1 ms, which emulation/forwarder.c adds if the kernel has no netem
+(docs/emulation.md). Each node has --cpus cores, by default one, pinned. With less than one, nodes
+share cores, and the machine must be quiet: runs during which other processes used more than --busy
+of the CPU are repeated, and the quietest of three is kept. Clusters run side by side as long as
+the machine has cores for them, the calibrations first. A process for each cluster starts its runs
+from a warm fork server, and appends them to FILE at once. Those that FILE has are not repeated:
+with --limit, all of them can be measured in several parts.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import math
-import tempfile
+import multiprocessing
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cache
 from pathlib import Path
-from time import monotonic
-from typing import Any
+from time import monotonic, sleep
 
 import numpy as np
 
-from paceline.analysis.collection import collect
-from paceline.analysis.contention import other_processes_share
-from paceline.analysis.run import open_run
+from common.plan_measurements import (
+    WORKERS,
+    Measurements,
+    Measurer,
+    calibration_names,
+    held_out_names,
+)
 from paceline.errors import RunError
 from paceline.plan.calibration import Calibration, MeasuredRun, parse
-from paceline.plan.measurement import COMM, ShortRuns
-from paceline.plan.prediction import Predictor, Target
-from paceline.plan.run_calibration import calibrate, measured_run
+from paceline.plan.measurement import ShortRuns
+from paceline.plan.prediction import Target
 
-LINKS = {
-    "100mbit": "bandwidth=100mbit",
-    "1gbit": "bandwidth=1gbit",
-    "1gbit-1ms": "bandwidth=1gbit,latency=1ms",
-}
-MODELS: dict[str, dict[str, Any]] = {
-    "lenet": {"model_options": {"width": "2"}},
-    "mlp": {"data": "plain_digits", "model_options": {"width": "0.25"}},
-    "resnet18": {"model_options": {"width": "0.125"}},
-    "vgg11": {"model_options": {"width": "0.125"}},
-}
-STRATEGIES = (
-    "gather_scatter", "allreduce", "ring", "overlap", "ddp", "sharded", "parameter_server",
-    "local_sgd",
-)  # fmt: skip
-NODES = (3, 4, 8)
-CPUS = 0.2
-BATCH_SIZE = 192
-"""Global, so that all workers have equal shares."""
-LOCAL_BATCHES = (24, 48, 96)
-"""Of the runs on one node: the shares of 8, 4 and 2 nodes."""
-ITERATIONS = 17
-"""One more than a multiple of the local steps of local_sgd, because the first does not count."""
-ATTEMPTS = 3
-COMM_SIZES = "1k,4k,16k,64k,256k,1m"
+RECORDED = Path(__file__).parents[1] / "tests" / "plan" / "data" / "emulated_clusters.jsonl"
+POLL_SECONDS = 0.2
 
 
-class Measurements:
-    """The lines of FILE by name."""
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Measurements that one process makes, one after another."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        lines = path.read_text().splitlines() if path.exists() else []
-        self.by_name: dict[str, Any] = {one.pop("name"): one for one in map(json.loads, lines)}
-
-    def add(self, name: str, values: dict[str, Any]) -> None:
-        self.by_name[name] = values
-        with self._path.open("a") as file:
-            file.write(json.dumps(_rounded({"name": name, **values})) + "\n")
+    names: tuple[str, ...]
+    workers: int
+    """At most."""
 
 
-def _rounded(value: Any) -> Any:
-    """Floats with five digits: more than a measurement has."""
-    if isinstance(value, float):
-        return float(f"{value:.5g}")
-    if isinstance(value, dict):
-        return {key: _rounded(each) for key, each in value.items()}
-    return [*map(_rounded, value)] if isinstance(value, list | tuple) else value
+def batches(out: Measurements, only: str) -> Iterator[Batch]:
+    """What is missing, in the order of starting; a calibration needs the collectives of its link
+    only when it is used."""
+    for name in calibration_names():
+        if fnmatchcase(name, only) and name not in out.by_name:
+            yield Batch((name,), 2)
+    for workers in WORKERS:
+        wanted = (name for name in held_out_names(workers) if fnmatchcase(name, only))
+        if missing := tuple(name for name in wanted if name not in out.by_name):
+            yield Batch(missing, workers)
 
 
-class Measurer:
-    """Makes the measurement of a name, and appends it to FILE."""
-
-    def __init__(self, out: Measurements, runs: ShortRuns, most_busy: float) -> None:
-        self._out, self._runs, self._most_busy = out, runs, most_busy
-
-    def measure(self, name: str) -> None:
-        link, *rest = name.split("/")
-        with tempfile.TemporaryDirectory() as folder:
-            match rest:
-                case ["comm"]:
-                    self._out.add(name, self._comm(Path(folder) / "comm.json", link))
-                case [model, "calibration"]:
-                    self._out.add(name, self._calibration(Path(folder), link, model))
-                case [model, nodes, strategy]:
-                    run = open_run(self._train(Path(folder), link, model, int(nodes), strategy))
-                    values = dataclasses.asdict(measured_run(run))
-                    busy = other_processes_share(run)
-                    self._out.add(name, {"run": {**values, "name": ""}, "busy": busy})
-
-    def _comm(self, file: Path, link: str) -> dict[str, Any]:
-        machines = {"cluster": _cluster(link, 2), "threads": 1}
-        self._runs.comm(file, machines, **{**COMM, "sizes": COMM_SIZES, "seconds": "0.4"})
-        return {"record": json.loads(file.read_text())}
-
-    def _calibration(self, folder: Path, link: str, model: str) -> dict[str, Any]:
-        comm = folder / "comm.json"
-        comm.write_text(json.dumps(self._out.by_name[f"{link}/comm"]["record"]))
-        runs = folder / "runs"
-        runs.mkdir()
-        wanted = [(1, "single", samples) for samples in LOCAL_BATCHES]
-        wanted += [(2, strategy, BATCH_SIZE) for strategy in STRATEGIES]
-        for nodes, strategy, batch in wanted:
-            run = self._train(folder / "all", link, model, nodes, strategy, batch)
-            run.rename(runs / run.name)
-        found = calibrate([str(runs), str(comm)])
-        busy = [other_processes_share(run) or 0.0 for run in collect(runs).runs]
-        return {
-            "calibration": dataclasses.replace(found, sources=()).to_dict(),
-            "busy": sum(busy) / len(busy),
-        }
-
-    def _train(
-        self, out: Path, link: str, model: str, nodes: int, strategy: str, batch: int = BATCH_SIZE
-    ) -> Path:
-        settings = {
-            "model": model,
-            **MODELS[model],
-            "strategy": strategy,
-            "batch_size": batch,
-            "iterations": ITERATIONS,
-            "train_samples": 5 * BATCH_SIZE,
-            "test_samples": 16,
-            "threads": 1,
-            "cluster": _cluster(link, nodes),
-        }
-        name = f"{nodes}-{strategy}-{batch}"
-        attempts: list[tuple[float, Path]] = []
-        while len(attempts) < ATTEMPTS:
-            run = self._runs.train(out / f"attempt-{len(attempts)}", name, settings)
-            attempts.append((other_processes_share(open_run(run)) or 0.0, run))
-            if attempts[-1][0] <= self._most_busy:
-                break
-        return min(attempts)[1].rename(out / name)
+def measure(out: Measurements, options: argparse.Namespace) -> None:
+    """Start batches in order, each when the cores of its nodes are free."""
+    cores = float(os.cpu_count() or 1)
+    end = monotonic() + options.limit
+    # A thread could not start processes from a fork server while another one does.
+    new = multiprocessing.get_context("spawn")
+    running: list[tuple[multiprocessing.process.BaseProcess, float]] = []
+    for batch in batches(out, options.only):
+        needed = min(batch.workers * options.cpus, cores)
+        while sum(used for _, used in running) + needed > cores + 1e-9:
+            sleep(POLL_SECONDS)
+            running = [one for one in running if one[0].is_alive()]
+        if monotonic() > end:
+            break
+        process = new.Process(target=run_batch, args=(batch, options, end))
+        process.start()
+        running.append((process, needed))
+    for started, _ in running:
+        started.join()
+    out.read()
+    if missing := sum(len(batch.names) for batch in batches(out, options.only)):
+        print(f"{missing} are missing: start the command again")
 
 
-def _cluster(link: str, nodes: int) -> str:
-    return f"nodes={nodes},cpus={CPUS:g}" + (f",{LINKS[link]}" if nodes > 1 else "")
-
-
-def all_names() -> Iterator[str]:
-    """In an order that changes the cluster as rarely as possible."""
-    for link in LINKS:
-        yield f"{link}/comm"
-        yield from (f"{link}/{model}/calibration" for model in MODELS)
-        for nodes in NODES:
-            for model in MODELS:
-                yield from (f"{link}/{model}/{nodes}/{strategy}" for strategy in STRATEGIES)
-
-
-def measure(out: Measurements, only: str, limit_seconds: float, most_busy: float) -> None:
-    wanted = [name for name in all_names() if fnmatchcase(name, only)]
-    # A calibration needs the times of its link.
-    links = {name.split("/")[0] for name in wanted if name.endswith("/calibration")}
-    missing = [
-        name
-        for name in all_names()
-        if (name in wanted or name.removesuffix("/comm") in links) and name not in out.by_name
-    ]
-    end = monotonic() + limit_seconds
+def run_batch(batch: Batch, options: argparse.Namespace, end: float) -> None:
+    out = Measurements(options.file)
     with ShortRuns() as runs:
-        measurer = Measurer(out, runs, most_busy)
-        for number, name in enumerate(missing):
+        measurer = Measurer(out, runs, options.cpus, options.busy)
+        for name in batch.names:
             began = monotonic()
             if began > end:
-                print(f"{len(missing) - number} are missing: start the command again")
-                return
+                break
             try:
                 measurer.measure(name)
             except RunError as error:
                 print(f"{name}: {error}", flush=True)
-            print(f"{name}: {monotonic() - began:.0f} s", flush=True)
+            print(f"{name}: {monotonic() - began:.1f} s", flush=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,24 +124,21 @@ class Case:
 
 
 def predict(measurements: Measurements, only: str) -> list[Case]:
-    @cache
-    def calibration(link_and_model: str) -> tuple[Calibration, Predictor]:
-        record = measurements.by_name[f"{link_and_model}/calibration"]["calibration"]
-        found = Calibration.from_dict(record)
-        return found, Predictor(found)
-
     cases = []
     for name, one in measurements.by_name.items():
-        of_model = "/".join(name.split("/")[:2])
-        is_known = f"{of_model}/calibration" in measurements.by_name
-        if "run" not in one or not is_known or not fnmatchcase(name, only):
+        link, model, *_ = name.split("/")
+        if (
+            "run" not in one
+            or not measurements.has_calibration(link, model)
+            or not fnmatchcase(name, only)
+        ):
             continue
         run = parse(MeasuredRun, one["run"])
-        calibrated, predictor = calibration(of_model)
+        predictor = measurements.predictor(link, model)
         target = Target.of(run)
         step = predictor.predict(target).step_seconds
         is_covered = step.low <= run.step_seconds <= step.high
-        baseline = adaptdl_step_seconds(calibrated, target)
+        baseline = adaptdl_step_seconds(predictor.calibration, target)
         busy = one["busy"] or 0.0
         cases.append(Case(name, run.step_seconds, step.median, baseline, is_covered, busy))
     return cases
@@ -250,7 +152,11 @@ def adaptdl_step_seconds(calibration: Calibration, target: Target) -> float:
     """
     samples = [point.samples for point in calibration.compute]
     slope, constant = np.polyfit(samples, [point.seconds for point in calibration.compute], 1)
-    (run,) = (each for each in calibration.runs if each.strategy == target.strategy)
+    run = next(
+        each
+        for each in calibration.runs
+        if (each.strategy, dict(each.options)) == (target.strategy, dict(target.options))
+    )
     network = max(run.step_seconds - (constant + slope * run.samples), 0.0)
     return float(constant + slope * target.samples_of_worker + network)
 
@@ -306,16 +212,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("command", choices=("measure", "predict"))
-    parser.add_argument("file", type=Path, metavar="FILE")
+    parser.add_argument("command", nargs="?", choices=("measure", "predict"), default="predict")
+    parser.add_argument("file", nargs="?", type=Path, metavar="FILE", default=RECORDED)
     parser.add_argument("--only", default="*", metavar="PATTERN", help="such as '1gbit/lenet/*'")
+    parser.add_argument("--cpus", type=float, default=2.0, metavar="X", help="(default: 2)")
     parser.add_argument("--limit", type=float, default=math.inf, metavar="SECONDS")
     parser.add_argument("--busy", type=float, default=0.2, metavar="X", help="(default: 0.2)")
     parser.add_argument("--cases", action="store_true", help="also print each prediction")
     options = parser.parse_args()
     measurements = Measurements(options.file)
     if options.command == "measure":
-        measure(measurements, options.only, options.limit, options.busy)
+        if options.file == RECORDED:
+            parser.error("name the FILE to measure into")
+        measure(measurements, options)
         return
     cases = predict(measurements, options.only)
     if not cases:

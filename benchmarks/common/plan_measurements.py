@@ -1,0 +1,231 @@
+"""Runs that plans are compared with: calibrations with two workers, and held-out runs with more.
+
+Workers are the nodes of an emulated cluster with one of LINKS, or those of this host (ONE_HOST).
+
+Each measurement has a name, and is one JSON line of a file:
+
+- LINK/comm: `paceline comm` with two workers.
+- LINK/MODEL/calibration: runs of one worker with several batches, a run of each strategy with two
+  workers, and the calibration (plan/calibration.py) that follows from them, without collectives.
+- LINK/MODEL/WORKERS/STRATEGY: a held-out run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from paceline.analysis.collection import collect
+from paceline.analysis.contention import other_processes_share
+from paceline.analysis.run import open_run
+from paceline.plan.calibration import Calibration
+from paceline.plan.comm_records import comm_timings
+from paceline.plan.measurement import COMM, READY_TIMES, ShortRuns
+from paceline.plan.prediction import Predictor, Target
+from paceline.plan.run_calibration import calibrate, measured_run
+
+LINKS = {
+    "1gbit": "bandwidth=1gbit",
+    "100mbit": "bandwidth=100mbit",
+    "1gbit-1ms": "bandwidth=1gbit,latency=1ms",
+}
+ONE_HOST = "host"
+"""In place of a link."""
+MODELS: dict[str, dict[str, Any]] = {
+    "lenet": {"model_options": {"width": "2"}},
+    "vgg11": {"model_options": {"width": "0.125"}},
+    "mlp": {"data": "plain_digits", "model_options": {"width": "0.25"}},
+    "resnet18": {"model_options": {"width": "0.125"}},
+}
+"""With 0.5 to 1 MB of gradients, so that steps take from 10 ms to 1 s on all links."""
+STRATEGIES = (
+    "gather_scatter", "allreduce", "ring", "overlap", "ddp", "sharded", "parameter_server",
+    "local_sgd",
+)  # fmt: skip
+WORKERS = (8, 4, 3)
+BATCH_SIZE = 192
+"""Global, so that all workers have equal shares."""
+LOCAL_BATCHES = (24, 48, 64, 96)
+"""Of the runs of one worker: the shares of 8, 4, 3 and 2 workers."""
+PERIOD = 8
+"""Of local_sgd: runs have one step more than a multiple of it, because the first does not count."""
+FEWEST_PERIODS, MOST_PERIODS = 2, 6
+RUN_SECONDS = 1.5
+"""Of the steps of a run, if the number of periods allows it."""
+ATTEMPTS = 3
+COMM_SIZES = "256,4k,16k,64k,256k,1m,2m"
+
+
+class Measurements:
+    """The lines of a file by name; several processes may add lines at the same time."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.by_name: dict[str, Any] = {}
+        self._predictors: dict[str, Predictor] = {}
+        self.read()
+
+    def read(self) -> None:
+        lines = self._path.read_text().splitlines() if self._path.exists() else []
+        self.by_name = {one.pop("name"): one for one in map(json.loads, lines)}
+
+    def add(self, name: str, values: Mapping[str, Any]) -> None:
+        self.by_name[name] = values
+        line = json.dumps(_rounded({"name": name, **values}), separators=(",", ":")) + "\n"
+        # One system call, so that lines of other processes are not torn apart.
+        with self._path.open("ab", buffering=0) as file:
+            file.write(line.encode())
+
+    def has_calibration(self, link: str, model: str) -> bool:
+        return {f"{link}/comm", f"{link}/{model}/calibration"} <= self.by_name.keys()
+
+    def predictor(self, link: str, model: str) -> Predictor:
+        key = f"{link}/{model}/calibration"
+        if key not in self._predictors:
+            record = self.by_name[key]["calibration"]
+            collectives = comm_timings(self.by_name[f"{link}/comm"]["record"], key)
+            found = Calibration.from_dict(record)
+            found = dataclasses.replace(found, collectives=tuple(collectives))
+            self._predictors[key] = Predictor(found)
+        return self._predictors[key]
+
+
+def _rounded(value: Any) -> Any:
+    """Floats with five digits: more than a measurement has."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {key: _rounded(each) for key, each in value.items()}
+    return [*map(_rounded, value)] if isinstance(value, list | tuple) else value
+
+
+def _steps(step_seconds: float) -> int:
+    """Long steps vary less, and fewer of them suffice."""
+    fewest = 1 if step_seconds > RUN_SECONDS / PERIOD else FEWEST_PERIODS
+    periods = round(RUN_SECONDS / step_seconds / PERIOD)
+    return min(max(periods, fewest), MOST_PERIODS) * PERIOD + 1
+
+
+def calibration_names() -> Iterator[str]:
+    for links in ((*LINKS,), (ONE_HOST,)):
+        yield from (f"{link}/comm" for link in links)
+        yield from (f"{link}/{model}/calibration" for model in MODELS for link in links)
+
+
+def held_out_names(workers: int) -> Iterator[str]:
+    """Model by model, so that a part of them has all links and strategies."""
+    for links in ((*LINKS,), (ONE_HOST,)):
+        for model in MODELS:
+            for link in links:
+                yield from (f"{link}/{model}/{workers}/{strategy}" for strategy in STRATEGIES)
+
+
+class Measurer:
+    """Makes the measurement of a name, and adds it to the file."""
+
+    def __init__(self, out: Measurements, runs: ShortRuns, cpus: float, most_busy: float) -> None:
+        """Runs during which other processes used more than `most_busy` of the CPU are repeated,
+        unless nodes have cores of their own."""
+        self._out, self._runs, self._cpus = out, runs, cpus
+        self._attempts = 1 if cpus >= 1 else ATTEMPTS
+        self._most_busy = most_busy
+        self._numbers = count()
+        """Names of runs."""
+
+    def measure(self, name: str) -> None:
+        link, *rest = name.split("/")
+        with tempfile.TemporaryDirectory() as folder:
+            match rest:
+                case ["comm"]:
+                    self._out.add(name, self._comm(Path(folder) / "comm.json", link))
+                case [model, "calibration"]:
+                    self._out.add(name, self._calibration(Path(folder), link, model))
+                case [model, workers, strategy]:
+                    job = link, model, int(workers), strategy
+                    self._out.add(name, self._held_out(Path(folder), *job))
+
+    def _comm(self, file: Path, link: str) -> dict[str, Any]:
+        machines = {**self._machines(link, 2), "threads": 1}
+        selection = {**COMM, "sizes": COMM_SIZES, "seconds": "0.4"}
+        self._runs.comm(file, machines, **selection)
+        record = json.loads(file.read_text())
+        kept = ("kind", "nodes", "workers", "tensors", "cluster", "plan", "measurements")
+        return {"record": {key: record[key] for key in kept if key in record}}
+
+    def _calibration(self, folder: Path, link: str, model: str) -> dict[str, Any]:
+        wanted: list[tuple[int, Mapping[str, Any], int]]
+        wanted = [(1, {"strategy": "single"}, samples) for samples in LOCAL_BATCHES]
+        wanted += [(2, {"strategy": strategy}, BATCH_SIZE) for strategy in STRATEGIES]
+        wanted += [(2, READY_TIMES, BATCH_SIZE)]
+        runs = folder / "runs"
+        runs.mkdir()
+        steps = FEWEST_PERIODS * PERIOD + 1
+        for workers, settings, batch in wanted:
+            run = self._train(folder / "all", link, model, workers, settings, batch, steps)
+            steps = _steps(open_run(run).iteration_seconds or RUN_SECONDS)
+            run.rename(runs / run.name)
+        found = calibrate([str(runs)])
+        busy = [other_processes_share(run) or 0.0 for run in collect(runs).runs]
+        return {
+            "calibration": dataclasses.replace(found, sources=()).to_dict(),
+            "busy": sum(busy) / len(busy),
+        }
+
+    def _held_out(
+        self, folder: Path, link: str, model: str, workers: int, strategy: str
+    ) -> dict[str, Any]:
+        steps = self._expected_steps(link, model, workers, strategy)
+        settings = {"strategy": strategy}
+        run = open_run(self._train(folder, link, model, workers, settings, BATCH_SIZE, steps))
+        values = {**dataclasses.asdict(measured_run(run)), "name": ""}
+        return {"run": values, "steps": steps - 1, "busy": other_processes_share(run)}
+
+    def _expected_steps(self, link: str, model: str, workers: int, strategy: str) -> int:
+        self._out.read()
+        if not self._out.has_calibration(link, model):
+            return FEWEST_PERIODS * PERIOD + 1
+        predictor = self._out.predictor(link, model)
+        run = predictor.calibration.runs[0]
+        target = Target(strategy, workers, BATCH_SIZE, link=run.link, backend=run.backend)
+        return _steps(predictor.predict(target).step_seconds.median)
+
+    def _train(
+        self,
+        out: Path,
+        link: str,
+        model: str,
+        workers: int,
+        own: Mapping[str, Any],
+        batch: int,
+        steps: int,
+    ) -> Path:
+        settings = {
+            "model": model,
+            **MODELS[model],
+            **own,
+            "batch_size": batch,
+            "iterations": steps,
+            "train_samples": 5 * BATCH_SIZE,
+            "test_samples": 16,
+            "device": "cpu",
+            "threads": 1,
+            **self._machines(link, workers),
+        }
+        attempts: list[tuple[float, Path]] = []
+        while len(attempts) < self._attempts:
+            run = self._runs.train(out, f"{next(self._numbers)}", settings)
+            attempts.append((other_processes_share(open_run(run)) or 0.0, run))
+            if attempts[-1][0] <= self._most_busy:
+                break
+        return min(attempts)[1]
+
+    def _machines(self, link: str, workers: int) -> dict[str, Any]:
+        if link == ONE_HOST:
+            return {"nproc_per_node": workers}
+        shaped = f",{LINKS[link]}" if workers > 1 else ""
+        return {"cluster": f"nodes={workers},cpus={self._cpus:g}{shaped}"}
