@@ -7,11 +7,15 @@ from typing import Any
 from weakref import ref
 
 import torch
+from torch import Tensor
 from torch.optim import SGD
 
 from paceline.profiler.tracking.event_queue import EventQueue
-from paceline.profiler.tracking.step_tracker import StepTracker
 from tests.support.profiled import loader, loss_of, model, profiled, train_step
+
+
+def batch_of(samples: int) -> tuple[Tensor, Tensor]:
+    return torch.ones(samples, 2), torch.zeros(samples, 2)
 
 
 def test_an_event_that_waits_keeps_its_time() -> None:
@@ -47,25 +51,38 @@ def test_events_wait_after_the_first_step_until_the_clock_is_read(tmp_path: Path
     assert measured.phases[-2:] == ["input", "forward"]
 
 
-def test_waiting_events_keep_no_object_of_the_script() -> None:
-    tracker = StepTracker(lambda: None)
-    tracker.events.defer()
+def test_waiting_events_keep_no_object_of_the_script(tmp_path: Path) -> None:
+    with profiled(tmp_path) as measured:
+        tracker = measured.session.tracker
+        train_step(net := model(), optimizer := SGD(net.parameters(), lr=0.1), *batch_of(4))
+        tracker.events.due = float("inf")
+        loaded = loader(1)
+        for batch in loaded:
+            loss = loss_of(net, *batch)
+            loss.backward()
+            optimizer.step()
+        kept: list[Any] = [net, optimizer, loaded, loss, *batch, *net.parameters()]
+        kept = [ref(each) for each in kept]
+        del net, optimizer, loaded, loss, batch
+        assert [each() for each in kept] == [None] * 10
+        # What they say is still known.
+        assert tracker.steps == 1
+        tracker.events.flush()
+        assert tracker.steps == 2
+
+
+def test_no_event_waits_after_the_session(tmp_path: Path) -> None:
+    """Hooks of optimizers stay until the session is closed, since torch may be calling them."""
     net = model()
     optimizer = SGD(net.parameters(), lr=0.1)
-    batch = torch.ones(4, 2)
-    tracker.note_call(net)
-    loss = net(batch).sum()
-    tracker.note_backward((loss,), True)
-    tracker.note_end_of_backward()
-    tracker.note_update(optimizer)
-    tracker.note_end_of_update(optimizer)
-    parameters = [ref(each) for each in net.parameters()]
-    kept: list[ref[Any]] = [ref(net), ref(optimizer), ref(batch)]
-    del net, optimizer, batch, loss
-    assert [each() for each in (*kept, *parameters)] == [None] * 7
-    # What they say is still known.
-    tracker.events.flush()
-    assert tracker.steps == 1
+    with profiled(tmp_path) as measured:
+        train_step(net, optimizer, *batch_of(4))
+        measured.session.fail(ValueError("no such phase"))
+        events = measured.session.tracker.events
+        noted = events.updates
+        train_step(net, optimizer, *batch_of(4))
+        assert events.updates == noted + 1
+        assert not events._waiting
 
 
 def test_an_error_while_events_are_interpreted_is_not_one_of_the_script(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import weakref
 from pathlib import Path
 from time import perf_counter
@@ -14,7 +15,14 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Optimizer
 
 from paceline.measure.phase_clock import CudaPhaseClock, PhaseClock
+from paceline.profiler.collection import read_ranks
+from paceline.profiler.overhead import HookCosts
+from paceline.profiler.rank_log import RankLog
+from paceline.profiler.step_window import StepWindow
 from paceline.profiler.tracking import step_tracker
+from paceline.profiler.tracking.notes import loss_of as loss_value
+from paceline.profiler.tracking.notes import update_notes
+from paceline.records import RunFolder
 from tests.support.profiled import loader, loss_of, model, profiled, train_step
 
 
@@ -161,9 +169,10 @@ def test_a_captured_step_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None
     found = []
     tracker = step_tracker.StepTracker(lambda: None, lambda: found.append("GPU"))
     optimizer = sgd(model())
+    begin, end = update_notes(tracker)
     for capturing[0] in (True, True, False, True, False):
-        tracker.note_update(optimizer)
-        tracker.note_end_of_update(optimizer)
+        begin(optimizer)
+        end(optimizer)
     assert tracker.steps == 2
     # Events of the clock must not be recorded during a capture.
     assert found == ["GPU"]
@@ -273,6 +282,81 @@ def test_the_loss_is_that_before_the_grad_scaler(tmp_path: Path) -> None:
             scaler.step(optimizer)
             scaler.update()
     assert measured.record.losses == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_losses_are_recorded_exactly(tmp_path: Path, dtype: torch.dtype) -> None:
+    net = model().to(dtype)
+    optimizer = sgd(net)
+    expected = []
+    with profiled(tmp_path) as measured:
+        for inputs, targets in loader(4):
+            loss = loss_of(net, inputs.to(dtype), targets.to(dtype))
+            expected.append(loss.item())
+            loss.backward()
+            optimizer.step()
+    assert measured.record.losses == expected
+
+
+def test_no_tensor_on_the_host_outlives_its_step(tmp_path: Path) -> None:
+    """It would be in the way of the allocator (docs/design-notes.md)."""
+    net = model()
+    optimizer = sgd(net)
+    tensors = []
+    with profiled(tmp_path) as measured:
+        for batch in loader(5):
+            train_step(net, optimizer, *batch)
+            # What was noted waits.
+            measured.session.tracker.events.due = float("inf")
+            tensors.append(sum(issubclass(type(each), Tensor) for each in gc.get_objects()))
+    assert tensors[1:] == tensors[:1] * 4
+
+
+class Watched(Tensor):
+    """A tensor of a library, which may not be on the host."""
+
+
+@pytest.mark.parametrize(
+    ("scalar", "kind"),
+    [
+        (torch.tensor(0.5, requires_grad=True), float),
+        (torch.tensor(0.5, dtype=torch.float64), float),
+        (torch.tensor(0.5).as_subclass(Watched), Tensor),
+        (torch.tensor(0.5, device="meta"), Tensor),
+        (torch.tensor([0.5, 1.0]), type(None)),
+        (torch.tensor(0.5 + 1j), type(None)),
+        (torch.tensor(3), type(None)),
+        ((), type(None)),
+        (None, type(None)),
+    ],
+)
+def test_only_a_scalar_is_a_loss(scalar: Any, kind: type) -> None:
+    assert isinstance(loss_value(scalar), kind)
+    assert isinstance(loss_value((scalar, torch.tensor(1.0))), kind if scalar != () else type(None))
+
+
+def test_a_loss_that_cannot_be_read_is_none() -> None:
+    found: list[Any] = []
+
+    def each(value: Tensor) -> Tensor:
+        found.append(loss_value(value))
+        return value
+
+    torch.vmap(each)(torch.ones(3))
+    assert found == [None]
+
+
+def test_losses_of_several_devices_are_recorded_in_order(tmp_path: Path) -> None:
+    """A tensor stands for one on a GPU: it is read when a block of records is written."""
+    tracker = step_tracker.StepTracker(lambda: None)
+    log = RankLog(RunFolder(tmp_path), HookCosts(), StepWindow())
+    losses: list[step_tracker.Loss | None] = [0.5, torch.tensor(1.5), None, 2.5, torch.tensor(3.5)]
+    for tracker.loss in losses:
+        tracker.end_step()
+        log.step(tracker)
+    log.close(tracker)
+    (record,) = read_ranks(RunFolder(tmp_path))
+    assert record.losses == [0.5, 1.5, 2.5, 3.5]
 
 
 def test_an_optimizer_inside_another_is_part_of_its_step(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from paceline.profiler.tracking.event_queue import Guard
-from paceline.profiler.tracking.hooks import measured_call
+from paceline.profiler.tracking.notes import measured_call, update_notes
 from paceline.profiler.tracking.script_calls import ScriptCalls
 from paceline.profiler.tracking.step_tracker import StepTracker
 
@@ -52,7 +52,7 @@ def measure_hook_costs(guard: Guard) -> HookCosts:
     tracker = StepTracker(lambda: None, guard=guard)
     # Interpreting is timed elsewhere.
     tracker.events.defer()
-    note = guard(tracker.note_update)
+    note, _ = update_notes(tracker)
     optimizer = _Optimizer()
     note_seconds = _seconds(lambda: note(optimizer), has_cold_caches=True)
     tracker.clock.enter("forward")

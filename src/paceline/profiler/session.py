@@ -126,7 +126,7 @@ class Session:
         if self._facts is not None:
             self._facts.stop()
         # Not the kernels of the dispatcher: one of them may have failed, and is still running.
-        self._hooks.remove(is_in_hook=True)
+        self._remove_hooks(is_in_hook=True)
 
     def end_step(self) -> None:
         """End a step here; from now on, optimizers do not end steps."""
@@ -149,6 +149,7 @@ class Session:
         has_collectives = self._collectives is not None and self._collectives.log is not None
         if self.tracker.steps or has_collectives:
             self._is_open = False
+            self.tracker.events.stop()
         else:
             self._process = os.getpid()
             self._facts = self.guard(ProcessFacts)(self.folder)
@@ -165,11 +166,15 @@ class Session:
                 text = f"the script took {steps:,} steps; --steps starts at {first:,}"
                 warn(self.folder, text, steps=steps)
             self._is_open = False
-            self._hooks.remove(is_in_hook=True)
+            self._remove_hooks(is_in_hook=True)
+
+    def _remove_hooks(self, *, is_in_hook: bool = False) -> None:
+        self.tracker.events.stop()
+        self._hooks.remove(is_in_hook=is_in_hook)
 
     def remove(self) -> None:
         """Remove all hooks."""
-        self._hooks.remove()
+        self._remove_hooks()
         if self._collectives is not None:
             self._collectives.remove()
 

@@ -22,18 +22,37 @@ Event = tuple[Any, ...]
 """The time, the function that interprets it, and its arguments."""
 
 
+def _ignore(_: Event) -> None:
+    pass
+
+
 class EventQueue:
-    """Interprets each event at once until `defer`."""
+    """Interprets each event at once until `defer`, and none after `stop`."""
+
+    __slots__ = (
+        "_now",
+        "_waiting",
+        "append",
+        "due",
+        "flush",
+        "is_in_model",
+        "noted",
+        "seconds",
+        "thread",
+        "updates",
+    )
 
     def __init__(self, guard: Guard) -> None:
         self.flush = guard(self._flush)
         """Interprets the events that wait."""
         self.append: Callable[[Event], None] = guard(self._interpret_now)
         self.thread = get_ident()
-        """The one that trains: hooks note only what it does."""
+        """The one that trains: hooks note only what it does. 0 after `stop`."""
         self.is_in_model = False
         """Whether the last event was the call of a model for training: those of its modules need
         none."""
+        self.updates = 0
+        """Steps of all optimizers."""
         self.noted = 0
         """How many events were interpreted."""
         self.seconds = 0.0
@@ -46,6 +65,11 @@ class EventQueue:
     def defer(self) -> None:
         """Let events wait: their times are those of the program, not of a GPU."""
         self.append = self._waiting.append
+
+    def stop(self) -> None:
+        """Ignore events from now on: hooks of torch may outlast the session."""
+        self._waiting.clear()
+        self.append, self.thread = _ignore, 0
 
     def time(self) -> float:
         """The time of the event that is being interpreted; otherwise, now."""

@@ -10,25 +10,30 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from threading import get_ident
-from time import perf_counter
 from types import ModuleType
 from typing import Any, TypeVar
-from weakref import ref
 
 import torch
 import torch.utils.data.dataloader as dataloader
 from torch import nn
 from torch.amp import grad_scaler
-from torch.compiler import is_dynamo_compiling
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 from torch.utils.hooks import RemovableHandle
 
-from paceline.profiler.tracking.event_queue import EventQueue, Guard
-from paceline.profiler.tracking.step_tracker import StepTracker, count_samples
+from paceline.profiler.tracking.event_queue import Guard
+from paceline.profiler.tracking.notes import (
+    count_samples,
+    loss_of,
+    measured_backward,
+    measured_call,
+    measured_input,
+    model_notes,
+    update_notes,
+)
+from paceline.profiler.tracking.step_tracker import Loss, StepTracker
 
 SAVER = "torch.distributed.checkpoint.state_dict_saver"
 """Its function `_save_state_dict` writes a distributed checkpoint."""
@@ -87,22 +92,24 @@ class Hooks:
         return ()
 
     def install(self, tracker: StepTracker, guard: Guard) -> None:
-        self._hook_models(tracker.events, guard(tracker.note_call))
+        never_compile(loss_of)
+        unscaled: list[Loss] = []
+        self._hook_models(tracker)
         self._hook_graphs(guard(tracker.replay_graph))
-        self._hook_backward(guard(tracker.note_backward), guard(tracker.note_end_of_backward))
+        self._hook_backward(tracker, unscaled)
         self._hook_input(tracker, guard(count_samples))
-        self._hook_optimizers(guard(tracker.note_update), guard(tracker.note_end_of_update))
-        self._hook_grad_scaler(tracker, guard(tracker.scale_loss), guard(tracker.skip_update))
+        self._hook_optimizers(tracker)
+        self._hook_grad_scaler(tracker, unscaled, guard(tracker.skip_update))
         self._hook_checkpoints(guard(tracker.begin_checkpoint), guard(tracker.end_checkpoint))
         self.hook_imported()
 
-    def _hook_models(self, events: EventQueue, note_call: Callable[..., Any]) -> None:
-        self.replace(
-            nn.Module,
-            "__call__",
-            lambda original: measured_call(original, events, note_call),
-            is_compiled=True,
-        )
+    def _hook_models(self, tracker: StepTracker) -> None:
+        note_call = never_compile(model_notes(tracker))
+
+        def make(original: Any) -> Any:
+            return measured_call(original, tracker.events, note_call)
+
+        self.replace(nn.Module, "__call__", make, is_compiled=True)
 
     def _hook_graphs(self, replay_graph: Callable[..., Any]) -> None:
         def make(original: Any) -> Any:
@@ -114,67 +121,46 @@ class Hooks:
 
         self.replace(torch.cuda.CUDAGraph, "replay", make)
 
-    def _hook_backward(self, begin: Callable[..., Any], end: Callable[..., Any]) -> None:
+    def _hook_backward(self, tracker: StepTracker, unscaled: list[Loss]) -> None:
         def make(original: Any) -> Any:
-            def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-                if not begin(outputs, kwargs.get("accumulate_grad", False)):
-                    return original(outputs, *args, **kwargs)
-                try:
-                    return original(outputs, *args, **kwargs)
-                finally:
-                    end()
-
-            return run_backward
+            return measured_backward(original, tracker, unscaled)
 
         # Both torch.autograd.backward and torch.autograd.grad call it.
         self.replace(torch.autograd, "_engine_run_backward", make)
 
-    def _hook_input(self, tracker: StepTracker, samples: Callable[..., Any]) -> None:
-        events, begin, end = tracker.events, tracker.begin_input, tracker.end_input
-
+    def _hook_input(self, tracker: StepTracker, count: Callable[[object], Any]) -> None:
         def make(original: Any) -> Any:
-            def measured(self: Any) -> Any:
-                if get_ident() != events.thread:
-                    return original(self)
-                batch, iterator = None, ref(self)
-                events.append((perf_counter(), begin, iterator, torch.is_grad_enabled()))
-                try:
-                    batch = original(self)
-                    return batch
-                finally:
-                    now = perf_counter()
-                    size = None if batch is None else samples(batch)
-                    events.append((now, end, iterator, size))
-                    events.is_in_model = False
-                    if now >= events.due:
-                        events.flush()
-
-            return measured
+            return measured_input(original, tracker, count)
 
         # Creating an iterator starts the worker processes of the DataLoader.
         self.replace(dataloader.DataLoader, "__iter__", make)
         self.replace(dataloader._BaseDataLoaderIter, "__next__", make)
 
-    def _hook_optimizers(self, begin: Callable[..., Any], end: Callable[..., Any]) -> None:
+    def _hook_optimizers(self, tracker: StepTracker) -> None:
+        begin, end = map(never_compile, update_notes(tracker))
         self._handles.append(register_optimizer_step_pre_hook(begin))
         self._handles.append(register_optimizer_step_post_hook(end))
 
     def _hook_grad_scaler(
-        self, tracker: StepTracker, scale_loss: Callable[..., Any], skip: Callable[..., Any]
+        self, tracker: StepTracker, unscaled: list[Loss], skip: Callable[..., Any]
     ) -> None:
+        events = tracker.events
+
         def make_scale(original: Any) -> Any:
             def scale(self: Any, outputs: Any) -> Any:
-                if self.is_enabled():
-                    scale_loss(outputs)
+                if self.is_enabled() and tracker.is_in_thread():
+                    # The next backward pass begins with what is scaled here.
+                    loss = loss_of(outputs)
+                    unscaled[:] = () if loss is None else (loss,)
                 return original(self, outputs)
 
             return scale
 
         def make(original: Any) -> Any:
             def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-                before = tracker.updates
+                before = events.updates
                 result = original(self, optimizer, *args, **kwargs)
-                if tracker.updates == before:
+                if events.updates == before:
                     skip(optimizer)
                 return result
 
@@ -221,17 +207,3 @@ def named_like(replacement: Any, original: Any, owner: Any, name: str) -> Any:
         replacement.__module__ = owner.__module__
         replacement.__qualname__ = f"{owner.__qualname__}.{name}"
     return replacement
-
-
-def measured_call(original: Any, events: EventQueue, note_call: Callable[..., Any]) -> Any:
-    """`Module.__call__` that calls `note_call` first if no model is training."""
-
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # Compiled code must not depend on what was noted.
-        if not is_dynamo_compiling() and not events.is_in_model:
-            note_call(self)
-        return original(self, *args, **kwargs)
-
-    # torch.compile treats this frame like the one that it replaces.
-    call.__code__ = call.__code__.replace(co_filename=original.__code__.co_filename)
-    return call

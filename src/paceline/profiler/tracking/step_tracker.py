@@ -16,8 +16,8 @@ A step ends with an optimizer's step. If a script has several optimizers, such a
 with the one that steps last in an iteration, or with the request for the next batch. The time until
 the next step belongs to that step, except for evaluation and checkpoints between the two.
 
-Hooks call methods that begin with `note`, which append an event to a queue; those that interpret it
-follow. `clock` is up to date with all that was noted.
+Functions that torch calls append events to a queue (notes.py), and the methods here interpret them.
+`clock` is up to date with all that was noted.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from torch.optim import Optimizer
 from paceline.measure.phase_clock import CudaPhaseClock, PhaseClock, clock_for
 from paceline.profiler.tracking.event_queue import EventQueue, Guard
 
-SEQUENCES = (list, tuple)
 NOT_INTERRUPTED = frozenset(("input", "backward", "checkpoint"))
 """Phases that contain whatever a script does in them."""
 NO_MODEL = frozenset(("other", "update", "evaluate"))
@@ -46,9 +45,6 @@ Loss = Tensor | float
 """A tensor only on a GPU, which would have to be waited for. On the host, a tensor that outlives
 the step is in the way of the allocator, which then gives memory back and takes it again in each
 step (docs/design-notes.md)."""
-
-_read: Callable[[Tensor], float] = torch._C.TensorBase.item
-"""Without the hook of `Tensor.item`."""
 
 
 def nothing(*_: object) -> Any:
@@ -70,8 +66,6 @@ class StepTracker:
         self.on_batch: Callable[[Any, float], object] = nothing
         """Called with a weak reference to the iterator of a batch, and the seconds it took."""
         self.steps = 0
-        self.updates = 0
-        """Steps of all optimizers."""
         self.parts_of_first = 0
         """Steps of the clock that the first step consists of: one for each optimizer."""
         self.module_calls = 0
@@ -85,7 +79,6 @@ class StepTracker:
         self.checkpoints = 0
         self.loss: Loss | None = None
         """Of the last backward pass."""
-        self._unscaled_loss: Loss | None = None
         self._on_step, self._on_gpu = on_step, on_gpu
         self._is_on_gpu = False
         self._modules: dict[int, int] = {}
@@ -198,17 +191,6 @@ class StepTracker:
             self._clock.enter("evaluate")
             self._is_interrupted = True
 
-    def note_call(self, model: nn.Module) -> None:
-        """A module is called that is not known to be part of a model."""
-        events = self.events
-        if get_ident() == events.thread:
-            is_training = model.training
-            trains, now = is_training or torch.is_grad_enabled(), perf_counter()
-            events.append((now, self.call_model, ref(model), trains, is_training))
-            events.is_in_model = trains
-            if now >= events.due:
-                events.flush()
-
     def call_model(self, reference: ref[nn.Module], trains: bool, is_training: bool) -> None:
         """`trains`: gradients are computed, or the model is in training mode (`is_training`)."""
         clock = self._clock
@@ -250,27 +232,6 @@ class StepTracker:
         modules = self._modules[id(model)] = sum(1 for _ in model.modules())
         return modules
 
-    def note_backward(self, outputs: Any, accumulates: bool) -> bool:
-        """Returns whether `note_end_of_backward` must follow.
-
-        `accumulates`: whether gradients are accumulated in parameters, not returned.
-        """
-        events = self.events
-        if get_ident() != events.thread:
-            return False
-        loss = None
-        if accumulates:
-            loss, self._unscaled_loss = self._unscaled_loss, None
-            if loss is None:
-                loss = _loss_of(outputs)
-        events.append((perf_counter(), self.begin_backward, accumulates, loss))
-        events.is_in_model = False
-        return True
-
-    def note_end_of_backward(self) -> None:
-        self.events.append((perf_counter(), self.end_backward))
-        self.events.is_in_model = False
-
     def begin_backward(self, accumulates: bool, loss: Loss | None) -> None:
         self._outer.append(self._phase_after_backward(accumulates, loss))
 
@@ -296,11 +257,6 @@ class StepTracker:
             self.loss = loss
         return "update" if self._stepping else "other"
 
-    def scale_loss(self, outputs: object) -> None:
-        """A GradScaler scales what the next backward pass begins with."""
-        if self.is_in_thread():
-            self._unscaled_loss = _loss_of(outputs)
-
     def end_backward(self) -> None:
         phase = self._outer.pop() if self._outer else None
         if phase is not None:
@@ -318,19 +274,6 @@ class StepTracker:
             clock.enter(clock.phase)
         clock.expose(clock.phase, began, ended)
         clock.exposed.clear()
-
-    def note_update(self, optimizer: Optimizer, *_: object) -> None:
-        """The hook of torch has more arguments, which do not matter here."""
-        self.updates += 1
-        self.events.append((perf_counter(), self.begin_update, ref(optimizer), get_ident()))
-        self.events.is_in_model = False
-
-    def note_end_of_update(self, optimizer: Optimizer, *_: object) -> None:
-        events, now = self.events, perf_counter()
-        events.append((now, self.end_update, ref(optimizer)))
-        events.is_in_model = False
-        if now >= events.due:
-            events.flush()
 
     def begin_update(self, optimizer: ref[Optimizer], thread: int) -> None:
         if optimizer in self._stepping:
@@ -458,28 +401,3 @@ class StepTracker:
 
     def end_checkpoint(self, phase: str) -> None:
         self.clock.enter(phase)
-
-
-def _loss_of(outputs: Any) -> Loss | None:
-    """The scalar that a backward pass begins with."""
-    loss = outputs[0] if isinstance(outputs, SEQUENCES) and outputs else outputs
-    if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
-        return None
-    return _read(loss) if type(loss) is Tensor and loss.is_cpu else loss.detach()
-
-
-def count_samples(batch: object) -> int:
-    """The length of the first tensor of a batch; 0 if it has none."""
-    if isinstance(batch, SEQUENCES) and batch and isinstance(batch[0], Tensor):
-        batch = batch[0]
-    if isinstance(batch, Tensor):
-        shape = batch.shape
-        return shape[0] if shape else 0
-    if isinstance(batch, dict):
-        batch = batch.values()
-    elif not isinstance(batch, SEQUENCES):
-        return 0
-    for each in batch:
-        if samples := count_samples(each):
-            return samples
-    return 0

@@ -1,0 +1,173 @@
+"""Functions that torch calls in every step, which note what happens as events.
+
+They run when little of their code is in the caches of the processor, where each function more takes
+about a microsecond (docs/design-notes.md): so each of them appends its events itself. They cannot
+raise an exception of their own, so they need no guard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import get_ident
+from time import perf_counter
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+from torch.optim import Optimizer
+
+from paceline.profiler.tracking.event_queue import EventQueue
+from paceline.profiler.tracking.step_tracker import Loss, StepTracker
+
+SEQUENCES = (list, tuple)
+
+_read: Callable[[Tensor], object] = torch._C.TensorBase.item
+"""Without the hook of `Tensor.item`."""
+
+
+def model_notes(tracker: StepTracker) -> Callable[[nn.Module], None]:
+    """Make the function that notes the call of a model (`measured_call`)."""
+    events, call_model = tracker.events, tracker.call_model
+
+    def note_call(model: nn.Module) -> None:
+        if get_ident() == events.thread:
+            # A module without it fails by itself.
+            is_training = getattr(model, "training", True)
+            trains, now = is_training or torch.is_grad_enabled(), perf_counter()
+            events.append((now, call_model, ref(model), trains, is_training))
+            events.is_in_model = trains
+            if now >= events.due:
+                events.flush()
+
+    return note_call
+
+
+def measured_call(original: Any, events: EventQueue, note_call: Callable[..., Any]) -> Any:
+    """Make `Module.__call__`, which calls `note_call` first if no model is training."""
+
+    # Compiled code must not depend on what was noted.
+    def call_original(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not is_dynamo_compiling() and not events.is_in_model:
+            note_call(self)
+        return original(self, *args, **kwargs)
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not is_dynamo_compiling() and not events.is_in_model:
+            note_call(self)
+        # As torch does it. To call its method would take longer than the rest.
+        if self._compiled_call_impl is not None:
+            return self._compiled_call_impl(*args, **kwargs)
+        return self._call_impl(*args, **kwargs)
+
+    is_torch = original is nn.Module._wrapped_call_impl
+    replacement = call if is_torch else call_original
+    # torch.compile treats this frame like the one that it replaces.
+    file = original.__code__.co_filename
+    replacement.__code__ = replacement.__code__.replace(co_filename=file)
+    return replacement
+
+
+def measured_backward(original: Any, tracker: StepTracker, unscaled: list[Loss]) -> Any:
+    """Make the function that runs a backward pass.
+
+    `unscaled`: the loss before it was scaled, if a GradScaler did that.
+    """
+    events, begin, end = tracker.events, tracker.begin_backward, tracker.end_backward
+
+    def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if get_ident() != events.thread:
+            return original(outputs, *args, **kwargs)
+        # Whether gradients are accumulated in parameters, not returned.
+        accumulates, loss = kwargs.get("accumulate_grad", False), None
+        if accumulates:
+            loss = unscaled.pop() if unscaled else loss_of(outputs)
+        events.append((perf_counter(), begin, accumulates, loss))
+        events.is_in_model = False
+        try:
+            return original(outputs, *args, **kwargs)
+        finally:
+            events.append((perf_counter(), end))
+            events.is_in_model = False
+
+    return run_backward
+
+
+def measured_input(original: Any, tracker: StepTracker, count: Callable[[object], Any]) -> Any:
+    """Make the function that gets a batch; `count` counts its samples if it is not a list."""
+    events, begin, end = tracker.events, tracker.begin_input, tracker.end_input
+
+    def measured(self: Any) -> Any:
+        if get_ident() != events.thread:
+            return original(self)
+        batch, iterator = None, ref(self)
+        events.append((perf_counter(), begin, iterator, torch.is_grad_enabled()))
+        try:
+            batch = original(self)
+            return batch
+        finally:
+            now = perf_counter()
+            first = batch[0] if type(batch) is list and batch else None
+            samples = None
+            if type(first) is Tensor and first.dim():
+                samples = first.size(0)
+            elif batch is not None:
+                samples = count(batch)
+            events.append((now, end, iterator, samples))
+            events.is_in_model = False
+            if now >= events.due:
+                events.flush()
+
+    return measured
+
+
+def update_notes(tracker: StepTracker) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Make the hooks before and after the step of an optimizer.
+
+    torch passes more arguments, which do not matter here.
+    """
+    events, begin, end = tracker.events, tracker.begin_update, tracker.end_update
+
+    def begin_update(optimizer: Optimizer, *_: object) -> None:
+        events.updates += 1
+        events.append((perf_counter(), begin, ref(optimizer), get_ident()))
+        events.is_in_model = False
+
+    def end_update(optimizer: Optimizer, *_: object) -> None:
+        now = perf_counter()
+        events.append((now, end, ref(optimizer)))
+        events.is_in_model = False
+        if now >= events.due:
+            events.flush()
+
+    return begin_update, end_update
+
+
+def loss_of(outputs: Any) -> Loss | None:
+    """The scalar that a backward pass begins with; None if there is none that can be read."""
+    loss = outputs[0] if isinstance(outputs, SEQUENCES) and outputs else outputs
+    if type(loss) is Tensor and loss.is_cpu:
+        try:
+            value = None if loss.dim() else _read(loss)
+        except RuntimeError:
+            # Tensors of some transforms, such as torch.vmap, have no value.
+            return None
+        return value if type(value) is float else None
+    if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
+        return None
+    return loss.detach()
+
+
+def count_samples(batch: object) -> int:
+    """The length of the first tensor of a batch; 0 if it has none."""
+    if isinstance(batch, Tensor):
+        return batch.size(0) if batch.dim() else 0
+    if isinstance(batch, dict):
+        batch = batch.values()
+    elif not isinstance(batch, SEQUENCES):
+        return 0
+    for each in batch:
+        if samples := count_samples(each):
+            return samples
+    return 0
