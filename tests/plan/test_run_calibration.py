@@ -276,7 +276,7 @@ def test_strategies_that_cannot_be_planned_are_skipped_with_a_note(
         ),
         (["{root}/missing"], "is not a folder"),
         (["{root}/one-16"], "compute time with other batches than 16 samples per worker is not"),
-        (["{root}/comm.json"], "no finished run with at least two iterations: add one"),
+        (["{root}/comm.json"], "cannot plan: there is no run: add one with one worker"),
         (["{root}/one-16/result.json"], "neither a record of `paceline comm` nor a calibration"),
     ],
 )
@@ -307,12 +307,6 @@ def test_records_that_cannot_be_combined_are_one_line(
     assert "different settings: --precision auto and --precision bf16: give" in error_of(
         "precisions"
     )
-    write_run(
-        tmp_path / "script",
-        FakeRun("script", {"command": ["train.py"]}, [{"forward": 0.1}], kind="profile"),
-    )
-    assert main(["plan", str(tmp_path / "script")]) == 2
-    assert "give finished runs of `paceline train`" in capsys.readouterr().err
 
 
 def test_held_out_runs_are_compared_with_their_predictions(
@@ -380,3 +374,22 @@ def test_collectives_that_were_not_measured_are_named(
     assert (
         "collectives on one host (gloo) is not known: add `paceline comm" in capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[1, 2]", "is not a paceline record: it has no schema number"),
+        ('{"loss": 1.0}', "is not a paceline record: it has no schema number"),
+        ("loss 1.0", "is damaged: it is not JSON"),
+        (f'{{"schema": {SCHEMA}, "kind": "plan"}}', "neither a record of `paceline comm` nor a"),
+    ],
+)
+def test_foreign_records_are_one_line(
+    root: Path, capsys: pytest.CaptureFixture[str], content: str, message: str
+) -> None:
+    path = root.parent / "foreign.json"
+    path.write_text(content)
+    assert main(["plan", str(root), str(path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line

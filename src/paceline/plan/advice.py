@@ -168,6 +168,8 @@ def _score(calibration: Calibration, prediction: Prediction, price: float | None
 
 def command(calibration: Calibration, target: Target) -> str:
     """The command that trains as recommended."""
+    if calibration.script is not None:
+        return _script_command(calibration.script, target)
     words = ["paceline", "train", "--model", calibration.model]
     words += ["--strategy", target.strategy if target.workers > 1 else "single"]
     for key, value in target.options.items():
@@ -181,3 +183,17 @@ def command(calibration: Calibration, target: Target) -> str:
     if learning is not None and (rate := learning.scaled_rate(target.samples)) is not None:
         words += ["--lr", f"{rate:.3g}"]
     return shlex.join(words)
+
+
+def _script_command(script: str, target: Target) -> str:
+    """What starts the script, and as a comment what to change in it."""
+    words = ["torchrun", "--nproc-per-node", str(target.workers // target.host_count), script]
+    if target.host_count > 1:
+        words[1:1] = ["--nnodes", str(target.host_count)]
+    changes = [f"{target.samples_of_worker} samples per worker"]
+    if target.workers > 1 and target.strategy == "ddp" and "bucket_mib" in target.options:
+        changes.append(f"bucket_cap_mb={target.options['bucket_mib']}")
+    elif target.workers > 1 and target.strategy != "ddp":
+        options = "".join(f", {key}={value!r}" for key, value in target.options.items())
+        changes.append(f"paceline.join({target.strategy!r}{options})")
+    return f"{shlex.join(words)}  # {', '.join(changes)}"

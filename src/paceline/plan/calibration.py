@@ -154,6 +154,10 @@ class Calibration:
     """Gradient noise scale, steps and learning rate of a run; None if no run measured them."""
     has_ready_times: bool = True
     """Whether `Gradient.ready` was measured; otherwise it is assumed to be uniform."""
+    has_tensor_sizes: bool = True
+    """Whether `gradients` are tensors; otherwise they are buckets of a profiled script."""
+    script: str | None = None
+    """That was measured, instead of `paceline train`."""
     other_processes_share: float | None = None
     """Of the CPU, that processes besides the worst run used; None if it was not sampled."""
     hardware: Mapping[str, Any] = field(default_factory=dict)

@@ -132,7 +132,7 @@ def validation_texts(checks: Sequence[Check]) -> list[str]:
     held_out = [check for check in checks if check.is_held_out]
     sentences = []
     for some, what in (
-        (own, "measured {} of this plan, each predicted without the runs of its configuration"),
+        (own, "measured {} of this plan, predicted without runs of the same configuration"),
         (held_out, "held-out {}"),
     ):
         if some:
@@ -158,6 +158,11 @@ def condition_notes(plan: Plan) -> Iterator[str]:
         yield (
             f"Other processes used up to {formatting.share(share)} of the CPU during the runs:"
             " measure again on an idle machine."
+        )
+    if not plan.calibration.has_tensor_sizes:
+        yield (
+            "Sizes of tensors are not in profiles: buckets of DistributedDataParallel stand for"
+            " them. A run of the script with paceline.join has them."
         )
     if not plan.calibration.has_ready_times and any(
         each.target.strategy in BUCKET_STRATEGIES for each in plan.predictions
