@@ -22,7 +22,7 @@ Flow = tuple[int, Message]
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Links of hosts with one worker each, in racks of equal size."""
+    """Links of hosts with equally many workers each, in racks of equal size."""
 
     latency_seconds: float
     """From the start of an empty message until it is received."""
@@ -33,22 +33,38 @@ class Network:
     """Bandwidth of the hosts of a rack, relative to that of the rack's uplink."""
     slow_links: Mapping[int, float] = field(default_factory=dict)
     """Bandwidth of hosts that differ."""
+    workers_per_host: int = 1
+    local_latency_seconds: float = 0.0
+    local_bytes_per_second: float = math.inf
+    """Of a worker, in each direction, to others of its host."""
+
+    def latency(self, message: Message) -> float:
+        return self.local_latency_seconds if self._is_local(message) else self.latency_seconds
+
+    def _is_local(self, message: Message) -> bool:
+        sender, receiver, _ = message
+        return sender // self.workers_per_host == receiver // self.workers_per_host
 
     def capacities(self, workers: int) -> dict[tuple[str, int], float]:
+        hosts = -(-workers // self.workers_per_host)
         found = {
             (direction, host): self.slow_links.get(host, self.bytes_per_second)
-            for host in range(workers)
+            for host in range(hosts)
             for direction in ("out", "in")
         }
+        for rank in range(workers):
+            found["local out", rank] = found["local in", rank] = self.local_bytes_per_second
         if self.rack_size is not None:
             uplink = self.rack_size * self.bytes_per_second / self.oversubscription
-            for rack in range(-(-workers // self.rack_size)):
+            for rack in range(-(-hosts // self.rack_size)):
                 found["up", rack] = found["down", rack] = uplink
         return found
 
     def links(self, message: Message) -> list[tuple[str, int]]:
         """The links that a message uses."""
-        sender, receiver, _ = message
+        if self._is_local(message):
+            return [("local out", message[0]), ("local in", message[1])]
+        sender, receiver = (rank // self.workers_per_host for rank in message[:2])
         used = [("out", sender), ("in", receiver)]
         if self.rack_size is not None:
             racks = sender // self.rack_size, receiver // self.rack_size
@@ -133,7 +149,7 @@ def simulate(
             flows[flow] -= step * rates[flow]
             if flows[flow] <= EPSILON * max(1.0, flow[1][2]):
                 del flows[flow]
-                arriving[flow] = now + network.latency_seconds
+                arriving[flow] = now + network.latency(flow[1])
         for flow in [flow for flow, moment in arriving.items() if moment <= now + EPSILON]:
             del arriving[flow]
             progress.complete(flow, now)

@@ -7,7 +7,7 @@ arrived. Messages between racks share the uplinks of the racks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from paceline.errors import UsageError
 from paceline.plan.collective_cost import RoundTimes
 from paceline.plan.job import Job
+from paceline.plan.message_rounds import MESSAGE_ROUNDS, MessageRound, Ranks
 from paceline.plan.step_simulation import bucket_algorithm, bucket_layout, exchanges_of
 
 Floats = NDArray[np.float64]
-Ranks = NDArray[np.int64]
 
 DAY_SECONDS = 86_400.0
 
@@ -77,14 +77,11 @@ class VectorizedCollectives:
             return self._ring(starts, workers - 1, size_bytes / workers, times)
         if operation == "all_reduce" and algorithm == "root":
             return _root(starts, size_bytes, times)
-        if operation == "all_reduce" and algorithm == "tree":
-            rounds = [*_tree_rounds(workers)]
+        if operation == "all_reduce" and algorithm in MESSAGE_ROUNDS:
             ends = starts
-            for children, parents in [*rounds, *((b, a) for a, b in reversed(rounds))]:
-                ends = self._messages(ends, children, parents, size_bytes, times)
+            for each in MESSAGE_ROUNDS[algorithm](workers):
+                ends = self._messages(ends, each, size_bytes, times)
             return ends
-        if operation == "all_reduce" and algorithm == "halving_doubling":
-            return self._halving_doubling(starts, size_bytes, times)
         raise UsageError(f"cannot simulate {operation} by {algorithm}")
 
     def _ring(self, starts: Floats, rounds: int, size_bytes: float, times: RoundTimes) -> Floats:
@@ -103,11 +100,11 @@ class VectorizedCollectives:
         return ends
 
     def _messages(
-        self, starts: Floats, senders: Ranks, receivers: Ranks, size_bytes: float, times: RoundTimes
+        self, starts: Floats, round_: MessageRound, size_bytes: float, times: RoundTimes
     ) -> Floats:
-        """A round in which a worker is in one message at most, or in one each way."""
+        senders, receivers = round_.senders, round_.receivers
         slow = self._slowdown(senders, receivers)
-        spent = np.array([times(size_bytes * each) for each in slow])
+        spent = np.array([times(round_.share * size_bytes * each) for each in slow])
         arrived = np.maximum(starts[senders], starts[receivers]) + spent
         ends = starts.copy()
         np.maximum.at(ends, senders, arrived)
@@ -120,23 +117,6 @@ class VectorizedCollectives:
         per_host = self._workers_per_host
         return self._racks.slowdown(senders // per_host, receivers // per_host)
 
-    def _halving_doubling(self, starts: Floats, size_bytes: float, times: RoundTimes) -> Floats:
-        workers = len(starts)
-        active = 1 << (workers.bit_length() - 1)
-        extra = workers - active
-        index = np.arange(active)
-        ranks = np.where(index < extra, 2 * index, index + extra)
-        evens = 2 * np.arange(extra)
-        ends = starts
-        if extra:
-            ends = self._messages(ends, evens + 1, evens, size_bytes, times)
-        widths = [active >> step for step in range(1, active.bit_length())]
-        for width in [*widths, *reversed(widths)]:
-            ends = self._messages(
-                ends, ranks, ranks[index ^ width], size_bytes * width / active, times
-            )
-        return self._messages(ends, evens, evens + 1, size_bytes, times) if extra else ends
-
 
 def _root(starts: Floats, size_bytes: float, times: RoundTimes) -> Floats:
     """All messages share the root's link: it is busy until the last byte of the last one."""
@@ -147,14 +127,6 @@ def _root(starts: Floats, size_bytes: float, times: RoundTimes) -> Floats:
     # Each arrival waits for the earlier ones, or finds the link idle.
     received = np.max(arrivals + service * np.arange(peers, 0, -1)) + latency
     return np.full(len(starts), float(received + latency + peers * service))
-
-
-def _tree_rounds(workers: int) -> Iterator[tuple[Ranks, Ranks]]:
-    """Children and parents of each round of the reduction."""
-    for bit in range((workers - 1).bit_length()):
-        step = 1 << bit
-        parents = np.arange(0, workers - step, 2 * step)
-        yield parents + step, parents
 
 
 def simulate_cluster_step(job: Job, compute_factors: Floats, collective: CollectiveEnds) -> Floats:

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 
 from paceline.plan.calibration import Contention, Gradient
 from paceline.plan.codec_cost import CodecCost
-from paceline.plan.collective_cost import CollectiveTime, rounds_of
+from paceline.plan.collective_cost import CollectiveTime
+from paceline.plan.collective_times import Place
+from paceline.plan.host_levels import levels_of
 
 Collective = Callable[[str, str, float], CollectiveTime]
 """Time of a collective, by operation, algorithm and bytes."""
@@ -49,6 +51,8 @@ class Job:
     local_factor: float = 1.0
     """Compute time of the slowest worker over several local steps, relative to `compute`."""
     codec: CodecCost | None = None
+    backend: str = "gloo"
+    """As in CollectiveTiming."""
 
     @property
     def gradient_bytes(self) -> int:
@@ -69,16 +73,24 @@ class Job:
     def reduction_bytes(self, algorithm: str, size_bytes: int) -> float:
         """Bytes of such a sum in one direction of the busiest link."""
         if self.codec is None:
-            return link_bytes_of("all_reduce", algorithm, self.workers, size_bytes)
+            return self.link_bytes("all_reduce", algorithm, size_bytes)
         wire = self.codec.wire_bytes(size_bytes)
+        sizes = [self.link_bytes("all_reduce", algorithm, size) for size in wire.sums]
+        sizes += [
+            self.link_bytes("all_gather", "library", size * self.workers) for size in wire.gathers
+        ]
+        return math.fsum(sizes)
+
+    def link_bytes(self, operation: str, algorithm: str, size_bytes: float) -> float:
+        """Bytes of a collective in one direction of the busiest link, if there are several hosts;
+        on one host, of the busiest worker."""
+        place = Place(self.backend, self.hosts > 1, None)
+        levels = levels_of(operation, algorithm, self.workers, self.hosts, size_bytes, place)
         return math.fsum(
-            [
-                *(link_bytes_of("all_reduce", algorithm, self.workers, size) for size in wire.sums),
-                *(
-                    link_bytes_of("all_gather", "library", self.workers, size * self.workers)
-                    for size in wire.gathers
-                ),
-            ]
+            each.count * each.link_bytes
+            for level in levels
+            if level.place.is_across_hosts == place.is_across_hosts
+            for each in level.rounds
         )
 
     def option(self, name: str, default: float) -> float:
@@ -97,8 +109,3 @@ class StepTime:
     """Overlapped communication."""
     link_bytes: float = 0.0
     """That the busiest link carries in one direction."""
-
-
-def link_bytes_of(operation: str, algorithm: str, workers: int, size_bytes: float) -> float:
-    rounds = rounds_of(operation, algorithm, workers, size_bytes)
-    return math.fsum(each.count * each.link_bytes for each in rounds)

@@ -20,9 +20,10 @@ from paceline.errors import MissingMeasurementError
 from paceline.plan.calibration import COMPUTE_PHASES, Calibration, MeasuredRun
 from paceline.plan.cluster_simulation import Racks, racks_factor
 from paceline.plan.codec_cost import CODEC_OPTIONS, CodecCost, codec_cost
-from paceline.plan.collective_cost import CollectiveTime, rounds_of
+from paceline.plan.collective_cost import NO_TIME, CollectiveTime
 from paceline.plan.collective_times import CollectiveMeasurements, CollectiveTimes, Place
 from paceline.plan.compute_times import ComputeTimes
+from paceline.plan.host_levels import levels_of
 from paceline.plan.job import Job, StepTime
 from paceline.plan.links import Link
 from paceline.plan.step_simulation import STRATEGIES, local_steps, simulate_step
@@ -318,10 +319,13 @@ class Predictor:
         times = sample.collectives
 
         def collective(operation: str, algorithm: str, size_bytes: float) -> CollectiveTime:
-            rounds = times.rounds(operation, algorithm, target.place)
-            needed = rounds_of(operation, algorithm, target.workers, size_bytes)
-            time = rounds.scaled(factors.latency, factors.transfer).time(needed)
-            return time.scaled(communication_factor * cores)
+            spent = NO_TIME
+            for level in levels_of(
+                operation, algorithm, target.workers, target.host_count, size_bytes, target.place
+            ):
+                rounds = times.rounds(level.operation, level.algorithm, level.place)
+                spent += rounds.scaled(factors.latency, factors.transfer).time(level.rounds)
+            return spent.scaled(communication_factor * cores)
 
         return Job(
             target.strategy,
@@ -335,16 +339,17 @@ class Predictor:
             self.calibration.contention,
             local / slowest,
             codec and replace(codec, factor=compute_factor * cores * factors.compute),
+            target.backend,
         )
 
     def _core_factor(self, target: Target) -> float:
-        """Workers of one host share its cores, for computation and for communication."""
+        """Workers of a host share its cores, for computation and for communication."""
         cores = self.calibration.hardware.get("cores")
         per_worker = self.calibration.contention.cores_per_worker
         if not isinstance(cores, int | float) or per_worker is None:
             return 1.0
         per_host = target.workers / target.host_count
-        return max(1.0, per_host * per_worker / cores) if target.host_count == 1 else 1.0
+        return max(1.0, per_host * per_worker / cores)
 
     @cached_property
     def _compute_factor(self) -> float:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from paceline.errors import MissingMeasurementError, NoPredictionError
 from paceline.plan.calibration import Gradient
 from paceline.plan.collective_cost import CollectiveTime
-from paceline.plan.job import Job, StepTime, link_bytes_of
+from paceline.plan.job import Job, StepTime
 from paceline.plan.overlap_simulation import (
     GLOO_THREADS,
     OverlapTimes,
@@ -135,7 +135,7 @@ def _sharded(job: Job) -> StepTime:
     update = job.compute.update / job.workers
     compute = job.compute.seconds - job.compute.update + update
     seconds = compute + exchange.seconds
-    link = link_bytes_of("all_reduce", "ring", job.workers, padded)
+    link = job.link_bytes("all_reduce", "library", padded)
     return StepTime(seconds, compute, exchange.seconds, 0.0, link)
 
 
@@ -146,7 +146,7 @@ def _fsdp(job: Job) -> StepTime:
         _reduce_scatter(job, size).seconds + 2 * _all_gather(job, size).seconds for size in blocks
     )
     compute = job.compute.seconds - job.compute.update * (1 - 1 / job.workers)
-    link = 1.5 * link_bytes_of("all_reduce", "ring", job.workers, sum(blocks))
+    link = 1.5 * job.link_bytes("all_reduce", "library", sum(blocks))
     return StepTime(compute + exchange, compute, exchange, 0.0, link)
 
 
@@ -196,7 +196,7 @@ def _periodic(
         algorithm = job.options.get("algorithm", "library")
         outer = job.collective("all_reduce", algorithm, size).seconds / every
         compute = job.compute.seconds * job.local_factor
-        link = link_bytes_of("all_reduce", algorithm, job.workers, size) / every
+        link = job.link_bytes("all_reduce", algorithm, size) / every
         return StepTime(compute + outer, compute, outer, 0.0, link)
 
     return step
