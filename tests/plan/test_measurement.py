@@ -17,7 +17,8 @@ def test_a_job_is_measured_and_planned(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(measurement, "COMM", {**measurement.COMM, "sizes": "1k,64k,1m"})
     out, file = tmp_path / "runs", tmp_path / "plan.json"
     job = ["--model=softmax", "--data=plain_digits", "--batch-size=48", "--workers=1,2,4"]
-    assert main(["plan", *job, "--strategy=ring", f"--out={out}", f"--json={file}"]) == 0
+    wanted = ["--strategy=ring", "-o", "codec=bf16"]
+    assert main(["plan", *job, *wanted, f"--out={out}", f"--json={file}"]) == 0
 
     found = calibrate([str(out)])
     assert [point.samples for point in found.compute] == [12, 24, 48]
@@ -27,6 +28,7 @@ def test_a_job_is_measured_and_planned(tmp_path: Path, monkeypatch: pytest.Monke
     kinds = {(each.operation, each.algorithm, each.backend) for each in found.collectives}
     assert ("all_reduce", "ring", "gloo") in kinds
     assert {each.workers for each in found.collectives} == {2}
+    assert {each.codec for each in found.codec_timings} == {"bf16"}
 
     predictions = json.loads(file.read_text())["predictions"]
     assert [(each["workers"], each["strategy"]) for each in predictions] == [

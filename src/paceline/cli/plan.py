@@ -249,8 +249,18 @@ def _measure(arguments: argparse.Namespace, request: Request) -> str:
         max(request.workers),
         strategies,
         out,
+        _measured_codecs(request),
     )
     return str(out)
+
+
+def _measured_codecs(request: Request) -> tuple[str, ...]:
+    """The codec that was asked for; for a recommendation without one, all of them."""
+    from paceline.plan.codec_cost import PLANNED_CODECS
+
+    if (codec := request.options.get("codec", "none")) != "none":
+        return (codec,)
+    return PLANNED_CODECS if request.is_advice_wanted else ()
 
 
 def _parsed(flag: str, parse: Callable[[str], T], text: str) -> T:

@@ -93,6 +93,7 @@ def measure_job(
     most_workers: int,
     strategies: Sequence[str],
     out: Path,
+    codecs: Sequence[str] = (),
 ) -> None:
     """Measure a job, given by settings of `paceline train`, in runs below the folder `out`.
 
@@ -134,7 +135,8 @@ def measure_job(
         train("ready-times", FEWEST_STEPS, **READY_TIMES, batch_size=batch_size, **two)
         _tell("measuring collectives between two workers")
         machines = {key: base[key] for key in ("threads", "cluster") if key in base} | two
-        runs.comm(out / "comm.json", machines, **COMM)
+        selection = {**COMM, "codecs": ",".join(codecs)} if codecs else COMM
+        runs.comm(out / "comm.json", machines, **selection)
 
 
 def _steps(step_seconds: float) -> int:
