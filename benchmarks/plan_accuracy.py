@@ -22,13 +22,12 @@ from __future__ import annotations
 
 import argparse
 import math
-import multiprocessing
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
-from time import monotonic, sleep
+from time import monotonic
 
 import numpy as np
 
@@ -39,13 +38,13 @@ from common.plan_measurements import (
     calibration_names,
     held_out_names,
 )
+from common.side_by_side import run_side_by_side
 from paceline.errors import RunError
 from paceline.plan.calibration import Calibration, MeasuredRun, parse
 from paceline.plan.measurement import ShortRuns
 from paceline.plan.prediction import Target
 
 RECORDED = Path(__file__).parents[1] / "tests" / "plan" / "data" / "emulated_clusters.jsonl"
-POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,30 +69,15 @@ def batches(out: Measurements, only: str) -> Iterator[Batch]:
 
 
 def measure(out: Measurements, options: argparse.Namespace) -> None:
-    """Start batches in order, each when the cores of its nodes are free."""
-    cores = float(os.cpu_count() or 1)
     end = monotonic() + options.limit
-    # A thread could not start processes from a fork server while another one does.
-    new = multiprocessing.get_context("spawn")
-    running: list[tuple[multiprocessing.process.BaseProcess, float]] = []
-    for batch in batches(out, options.only):
-        needed = min(batch.workers * options.cpus, cores)
-        while sum(used for _, used in running) + needed > cores + 1e-9:
-            sleep(POLL_SECONDS)
-            running = [one for one in running if one[0].is_alive()]
-        if monotonic() > end:
-            break
-        process = new.Process(target=run_batch, args=(batch, options, end))
-        process.start()
-        running.append((process, needed))
-    for started, _ in running:
-        started.join()
+    wanted = ((batch, batch.workers * options.cpus) for batch in batches(out, options.only))
+    run_side_by_side(wanted, partial(run_batch, options, end), end)
     out.read()
     if missing := sum(len(batch.names) for batch in batches(out, options.only)):
         print(f"{missing} are missing: start the command again")
 
 
-def run_batch(batch: Batch, options: argparse.Namespace, end: float) -> None:
+def run_batch(options: argparse.Namespace, end: float, batch: Batch) -> None:
     out = Measurements(options.file)
     with ShortRuns() as runs:
         measurer = Measurer(out, runs, options.cpus, options.busy)
