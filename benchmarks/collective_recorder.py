@@ -36,6 +36,9 @@ class MainThread:
     def expose(self, began: float, ended: float) -> None:
         self.clock.expose(self.clock.phase, began, ended)
 
+    def note_exposed(self, phase: str, seconds: float) -> None:
+        pass
+
 
 def microseconds(function: Callable[[], object]) -> float:
     """CPU time of a call, of all threads."""

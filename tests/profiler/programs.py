@@ -48,6 +48,9 @@ class MeasuredThread:
     def expose(self, began: float, ended: float) -> None:
         self.clock.expose(self.clock.phase, began, ended)
 
+    def note_exposed(self, phase: str, seconds: float) -> None:
+        pass
+
 
 def measured(
     communicator: Communicator, folder: Path | None, program: Callable[..., Any], *arguments: Any

@@ -19,6 +19,7 @@ import pytest
 
 from paceline.analysis.collection import collect
 from paceline.analysis.events import IN_ITERATION
+from paceline.profiler import FACTOR_VARIABLE
 from paceline.profiler.collectives.communication import RankCommunication
 from paceline.profiler.collectives.log import (
     ASYNC,
@@ -270,7 +271,7 @@ import os, sys, time
 import torch
 import torch.distributed as dist
 
-fault = sys.argv[1]
+fault, last = sys.argv[1], int(sys.argv[2])
 dist.init_process_group("gloo")
 is_faulty = dist.get_rank() == 1
 model = torch.nn.Linear(10, 10)
@@ -279,16 +280,18 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 def stall():
     time.sleep(1000)
 
-for step in range(6):
+for step in range(last + 2):
     model(torch.randn(4, 10)).sum().backward()
     for parameter in model.parameters():
-        if fault == "broadcast" and is_faulty and step == 4:
+        if fault == "broadcast" and is_faulty and step == last:
             dist.broadcast(parameter.grad, 1)
+        elif fault == "size" and is_faulty and step == last:
+            dist.all_reduce(torch.zeros(4 * parameter.numel()))
         else:
             dist.all_reduce(parameter.grad)
     optimizer.step()
     optimizer.zero_grad()
-    if is_faulty and step == 4:
+    if is_faulty and step == last:
         if fault == "stall":
             stall()
         elif fault == "raise":
@@ -300,15 +303,27 @@ for step in range(6):
 PATIENCE_SECONDS = 90
 
 
+RECORDED, PAUSED = 4, 40
+"""Steps whose collectives are recorded, and are not, if those of one in eight windows are."""
+
+
+@pytest.fixture(params=[RECORDED, PAUSED], ids=["recorded", "paused"])
+def last(request: pytest.FixtureRequest) -> int:
+    """The step in which a rank fails."""
+    step: int = request.param
+    return step
+
+
 @contextlib.contextmanager
-def profiled(folder: Path, fault: str) -> Iterator[subprocess.Popen[str]]:
+def profiled(folder: Path, fault: str, last: int = RECORDED) -> Iterator[subprocess.Popen[str]]:
     script = folder / "train.py"
     script.write_text(SCRIPT)
     paceline = [sys.executable, "-m", "paceline", "profile", "--quiet", "--hang-seconds", "4"]
     options = ["--out", str(folder), "--name", "run"]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     process = subprocess.Popen(
-        [*paceline, *options, "--", *launcher, "--nproc-per-node", "2", str(script), fault],
+        [*paceline, *options, "--", *launcher, "--nproc-per-node=2", script, fault, str(last)],
+        env={**os.environ, FACTOR_VARIABLE: "8"},
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -338,15 +353,16 @@ def read_result(folder: Path) -> dict[str, Any]:
     return values
 
 
-def test_a_stalled_rank_is_named_with_its_line(tmp_path: Path) -> None:
-    with profiled(tmp_path, "stall"):
+def test_a_stalled_rank_is_named_with_its_line(tmp_path: Path, last: int) -> None:
+    with profiled(tmp_path, "stall", last):
         report = wait_for_report(tmp_path)
     waiting, stalled = report["ranks"]
     assert report["event"] == "hang"
     assert report["seconds"] >= 4
     assert waiting["collective"]["operation"] == "all_reduce"
     # Two parameters per step, and DDP is not used: numbers 0 to 9 are those of the first 5 steps.
-    assert waiting["collective"]["sequence"] == 10
+    sequence = 2 * (last + 1)
+    assert waiting["collective"]["sequence"] == sequence
     assert waiting["collective"]["bytes"] == 400
     assert waiting["collective"]["missing_ranks"] == [1]
     assert waiting["line"].startswith("train.py:")
@@ -355,7 +371,7 @@ def test_a_stalled_rank_is_named_with_its_line(tmp_path: Path) -> None:
     text = [headline(report), *lines(report)]
     assert text[1].startswith("rank 1 is not in a collective, at train.py:")
     assert text[2].startswith(
-        "rank 0 waits for rank 1 in all_reduce of 400 B (number 10 of group 0) for"
+        f"rank 0 waits for rank 1 in all_reduce of 400 B (number {sequence} of group 0) for"
     )
     # The job was ended, and the page says the same.
     result = read_result(tmp_path)
@@ -376,24 +392,39 @@ def test_a_stalled_rank_is_named_with_its_line(tmp_path: Path) -> None:
         assert worker["after_first"]["phases"]["wait"] < 4
 
 
-def test_different_collectives_are_named_while_ranks_wait(tmp_path: Path) -> None:
-    with profiled(tmp_path, "broadcast"):
+def test_different_collectives_are_named_while_ranks_wait(tmp_path: Path, last: int) -> None:
+    with profiled(tmp_path, "broadcast", last):
         report = wait_for_report(tmp_path)
     (mismatch,) = report["mismatches"]
-    assert mismatch["sequence"] == 8
+    assert mismatch["sequence"] == 2 * last
     assert [call["operation"] for call in mismatch["calls"]] == ["all_reduce", "broadcast"]
+    # The flight recorder has no roots.
+    root = " with root 1" if last == RECORDED else ""
     assert next(lines(report)) == (
-        "The ranks call different collectives as number 8 of group 0: rank 0 all_reduce of 400 B,"
-        " rank 1 broadcast of 400 B with root 1"
+        f"The ranks call different collectives as number {2 * last} of group 0: rank 0 all_reduce"
+        f" of 400 B, rank 1 broadcast of 400 B{root}"
     )
+
+
+def test_different_sizes_are_named_although_gloo_aborts_the_process(
+    tmp_path: Path, last: int
+) -> None:
+    with profiled(tmp_path, "size", last):
+        report = wait_for_report(tmp_path)
+    assert headline(report) == "Rank 0 failed first: killed by SIGABRT."
+    (mismatch,) = report["mismatches"]
+    assert mismatch["sequence"] == 2 * last
+    assert [call["bytes"] for call in mismatch["calls"]] == [400, 1600]
 
 
 @pytest.mark.parametrize(
     ("fault", "text"),
     [("raise", "ValueError: a bad sample"), ("kill", "killed by SIGKILL")],
 )
-def test_the_rank_that_fails_first_is_named(tmp_path: Path, fault: str, text: str) -> None:
-    with profiled(tmp_path, fault) as process:
+def test_the_rank_that_fails_first_is_named(
+    tmp_path: Path, fault: str, text: str, last: int
+) -> None:
+    with profiled(tmp_path, fault, last) as process:
         process.wait(timeout=PATIENCE_SECONDS)
     result = read_result(tmp_path)
     (report,) = result["post_mortem"]

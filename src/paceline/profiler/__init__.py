@@ -27,6 +27,7 @@ from __future__ import annotations
 import os
 
 __all__ = [
+    "FACTOR_VARIABLE",
     "FOLDER_VARIABLE",
     "POST_MORTEM_FILE",
     "STEPS_VARIABLE",
@@ -41,6 +42,9 @@ STEPS_VARIABLE = "PACELINE_PROFILE_STEPS"
 """Environment variable with the steps to measure, such as 20:120; all if it is not set."""
 TRACE_VARIABLE = "PACELINE_PROFILE_TRACE"
 """Environment variable that is 1 if a trace is written."""
+FACTOR_VARIABLE = "PACELINE_PROFILE_FACTOR"
+"""Environment variable with a power of two: one in so many windows of steps has its collectives
+recorded, from the first on. For tests: without it, the cost of recording decides."""
 POST_MORTEM_FILE = "post-mortem.json"
 """Reports of the watchdog, until they are part of the result."""
 WARNINGS_FILE = "profiler-warnings.jsonl"

@@ -31,6 +31,7 @@ from paceline.records import RunFolder
 
 if TYPE_CHECKING:
     from paceline.profiler.collectives.recorder import CollectiveRecorder
+    from paceline.profiler.collectives.recording_windows import RecordingWindows
 
 
 class Session:
@@ -57,6 +58,7 @@ class Session:
         self._copies = DeviceCopies(self.tracker)
         self.log.sources.append(self._use)
         self._collectives: CollectiveRecorder | None = None
+        self._windows: RecordingWindows | None = None
 
     def start(self) -> None:
         try:
@@ -78,6 +80,11 @@ class Session:
 
             self._collectives = CollectiveRecorder(self.tracker, self.folder, self.guard)
             self._collectives.install()
+            # A trace, or a part of the steps, is recorded as a whole.
+            if self._trace is None and self.log.window == StepWindow():
+                from paceline.profiler.collectives.recording_windows import RecordingWindows
+
+                self._windows = RecordingWindows(self._collectives, self.tracker)
 
     def _count_copies(self) -> None:
         try:
@@ -94,6 +101,8 @@ class Session:
         self._calls.end_step()
         if self._collectives is not None:
             self._collectives.end_step()
+        if self._windows is not None:
+            self._windows.end_step()
         self.log.step(self.tracker)
         if self.log.window.is_over(self.tracker.steps):
             self._stop()
@@ -160,6 +169,8 @@ class Session:
             self._calls.finish()
             if self._trace is not None:
                 self._trace.close()
+            if self._windows is not None:
+                self.guard(self._windows.close)(error is not None)
             self.guard(self.log.close)(self.tracker, error)
             steps, first = self.tracker.steps, self.log.window.first
             if 0 < steps <= first:

@@ -169,6 +169,8 @@ def summary_rows(result: Result, step_seconds: float | None) -> list[tuple[str, 
         rows.append(("unrecorded", text))
     if len(result["workers"]) > 1:
         rows.append(("traffic", _traffic(result)))
+    if text := sampled_text(result["workers"]):
+        rows.append(("sampling", text))
     if result["nodes"]:
         rows.append(("resources", _resources(result["nodes"], result["hardware"])))
     overhead = result["measurement_overhead"].get("fraction")
@@ -227,6 +229,18 @@ def unrecorded_text(workers: Sequence[Mapping[str, Any]]) -> str:
     if len(workers) == 1:
         counts_as = "`other`"
     return f"the last {', '.join(texts[:WORKERS_SHOWN])}{more}: {counts_as}"
+
+
+def sampled_text(workers: Sequence[Mapping[str, Any]]) -> str:
+    """In how many steps the collectives were recorded; empty if in all of them."""
+    counts = [one for worker in workers if (one := worker.get("collectives_recorded"))]
+    if not counts:
+        return ""
+    fewest = min(counts, key=lambda one: one["steps"] / max(1, one["of"]))
+    return (
+        f"communication was recorded in {fewest['steps']:,} of {fewest['of']:,} steps, because"
+        " recording costs more than 0.25% of such short steps; that of the others is estimated"
+    )
 
 
 def _iteration_times(result: Result, step_seconds: float | None) -> str:

@@ -26,13 +26,16 @@ class Program(Protocol):
     def expose(self, began: float, ended: float) -> None:
         """Between these times, the current phase was exposed communication."""
 
+    def note_exposed(self, phase: str, seconds: float) -> None:
+        """For so long, phase exchange interrupted a phase."""
+
 
 class BlockedThread:
     def __init__(self, program: Program, guard: Guard) -> None:
         self.program = program
         self.section: list[tuple[CollectiveLog, int]] | None = None
         """The collectives of a C++ function that waits for them, while it runs."""
-        self._section_began = 0.0
+        self._section_began = self._entered = 0.0
         self._before_section = ""
         self._guard = guard
         self.enter = guard(self._enter)
@@ -49,12 +52,16 @@ class BlockedThread:
         before = clock.phase
         if before == "exchange":
             return None
-        clock.enter("exchange")
+        self._entered = clock.enter("exchange")
         return before
 
     def _leave(self, before: str | None) -> float:
         """Return to the phase before; returns the time."""
-        return perf_counter() if before is None else self.program.clock.enter(before)
+        if before is None:
+            return perf_counter()
+        now = self.program.clock.enter(before)
+        self.program.note_exposed(before, now - self._entered)
+        return now
 
     def add_to_section(self, log: CollectiveLog, position: int) -> None:
         """The program is blocked from the first collective of a section to the end of it."""
@@ -79,6 +86,7 @@ class BlockedThread:
             records, self.section = self.section, None
             if records:
                 now = self.program.clock.enter(self._before_section)
+                self.program.note_exposed(self._before_section, now - self._section_began)
                 for log, position in records:
                     if not log.ended(position):
                         log.end(position, now)

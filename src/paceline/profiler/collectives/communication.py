@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +19,8 @@ from paceline.profiler.collectives.log import (
     Records,
     read_logs,
 )
+from paceline.profiler.collectives.sampling import Sampling, recorded, sampling_of
 from paceline.profiler.collectives.waiting import (
-    Intervals,
     Mismatch,
     Waits,
     exposed,
@@ -33,6 +34,9 @@ SMALL_BYTES = 1024
 """A program does not say what its tensors are: up to this size, they count as metrics."""
 
 MISMATCHES_SHOWN = 3
+
+EVERYTHING = Sampling()
+"""Nothing was left out."""
 
 
 @dataclass(frozen=True)
@@ -50,16 +54,24 @@ class RankCommunication:
         `moments` are the start, and the ends of the first step and of the last one, in the rank's
         clock. `records` are those of its log that count as communication.
         """
-        rank, counted = self.log.rank, records
+        rank, counted = self.log.rank, recorded(records)
         start, first, last = moments["start"], moments["first"], moments["last"]
-        records = records[(records["arrival"] >= start) & (records["arrival"] <= last)]
-        waited = self.waits.waited[rank]
+        records = counted[(counted["arrival"] >= start) & (counted["arrival"] <= last)]
+        sampling = sampling_of(self.log, last)
+        waiting = self._sampled_wait(records, sampling, worker["phases"]["exchange"], last)
         for account, began in ((worker, start), (worker["after_first"], first)):
             exposed_seconds = account["phases"]["exchange"]
-            _move_waits(account["phases"], waited, began, last)
-            account["hidden_exchange_seconds"] = _overlapped(counted, began, last, exposed_seconds)
-        worker["traffic"] = traffic(records)
-        worker["collectives"] = collectives(records, worker["phases"])
+            self._move_waits(account["phases"], began, last, waiting)
+            account["hidden_exchange_seconds"] = sum(
+                weight * _overlapped(part, began, last, exposed_seconds)
+                for part, weight in sampling.parts(counted)
+            )
+        worker["traffic"] = traffic(records, sampling)
+        worker["collectives"] = collectives(records, worker["phases"], sampling)
+        if self.log.pauses:
+            steps = int(worker["after_first"]["iterations"]) + 1
+            recorded_steps = round(sampling.recorded_share * steps)
+            worker["collectives_recorded"] = {"steps": recorded_steps, "of": steps}
         worker["last_arrivals"] = self.waits.last_arrivals[rank]
         worker["caused_wait_seconds"] = self.waits.caused_seconds[rank]
         if self.log.ddp:
@@ -67,6 +79,35 @@ class RankCommunication:
                 {key: value for key, value in model.items() if key not in ("event", "time")}
                 for model in self.log.ddp
             ]
+
+    def _sampled_wait(
+        self, records: Records, sampling: Sampling, exchange_seconds: float, last: float
+    ) -> tuple[float, float]:
+        """When a rank first did not record, and how long this rank waited from then on.
+
+        Waiting is known in collectives that all ranks recorded: it is the same share of the others.
+        `exchange_seconds`: what the clock measured, and estimated in pauses.
+        """
+        rank = self.log.rank
+        since = self.waits.incomplete_since[rank]
+        if sampling.began <= since:
+            since, spent = sampling.began, exchange_seconds - sampling.exchange_seconds
+        else:
+            spent = exposed(records).within(since, last) if since < last else 0.0
+        if since >= last:
+            return math.inf, 0.0
+        compared = self.waits.compared[rank].within(since, last)
+        waited = self.waits.waited[rank].within(since, last)
+        return since, max(0.0, spent) * (waited / compared if compared else 0.0)
+
+    def _move_waits(
+        self, phases: dict[str, float], began: float, ended: float, sampled: tuple[float, float]
+    ) -> None:
+        since, seconds = sampled
+        seconds += self.waits.waited[self.log.rank].within(began, max(began, min(ended, since)))
+        seconds = min(seconds, phases["exchange"])
+        phases["exchange"] -= seconds
+        phases["wait"] += seconds
 
 
 def _overlapped(records: Records, began: float, ended: float, exposed_seconds: float) -> float:
@@ -83,12 +124,6 @@ def _overlapped(records: Records, began: float, ended: float, exposed_seconds: f
     in_window = (on_gpu["arrival"] >= began) & (on_gpu["arrival"] <= ended)
     gpu_seconds = durations(on_gpu[in_window])
     return overlapped + max(0.0, gpu_seconds - max(0.0, exposed_seconds - blocked_seconds))
-
-
-def _move_waits(phases: dict[str, float], waited: Intervals, began: float, ended: float) -> None:
-    seconds = min(waited.within(began, ended), phases["exchange"])
-    phases["exchange"] -= seconds
-    phases["wait"] += seconds
 
 
 @dataclass(frozen=True)
@@ -130,19 +165,18 @@ def read_communication(folder: RunFolder) -> Communication:
     return Communication(ranks, waits.mismatches)
 
 
-def traffic(records: Records) -> dict[str, dict[str, float]]:
+def traffic(records: Records, sampling: Sampling = EVERYTHING) -> dict[str, dict[str, float]]:
     """Bytes, messages and seconds by kind."""
-    kinds = traffic_kinds(records)
-    seconds = np.where(records["end"] > 0, records["end"] - records["arrival"], 0.0)
-    return {
-        kind: {
-            "bytes_sent": int(records["bytes_sent"][kinds == kind].sum()),
-            "bytes_received": int(records["bytes_received"][kinds == kind].sum()),
-            "messages": int(records["messages"][kinds == kind].sum()),
-            "seconds": float(seconds[kinds == kind].sum()),
+    parts = [(one, traffic_kinds(one), weight) for one, weight in sampling.parts(records)]
+    found: dict[str, dict[str, float]] = {}
+    for kind in TRAFFIC_KINDS:
+        own = [(one[kinds == kind], weight) for one, kinds, weight in parts]
+        found[kind] = {
+            name: round(sum(weight * int(one[name].sum()) for one, weight in own))
+            for name in ("bytes_sent", "bytes_received", "messages")
         }
-        for kind in TRAFFIC_KINDS
-    }
+        found[kind]["seconds"] = sum(weight * durations(one) for one, weight in own)
+    return found
 
 
 def traffic_kinds(records: Records) -> npt.NDArray[np.str_]:
@@ -163,7 +197,9 @@ def durations(records: Records) -> float:
     return float((done["end"] - done["arrival"]).sum())
 
 
-def collectives(records: Records, phases: Mapping[str, float]) -> dict[str, dict[str, float]]:
+def collectives(
+    records: Records, phases: Mapping[str, float], sampling: Sampling = EVERYTHING
+) -> dict[str, dict[str, float]]:
     """Number, bytes and seconds by operation; operations may be in progress at the same time.
 
     On a GPU, what is exposed is known of all operations together: each has its share.
@@ -175,11 +211,14 @@ def collectives(records: Records, phases: Mapping[str, float]) -> dict[str, dict
     found = {}
     for code in np.unique(records["operation"]):
         is_own = records["operation"] == code
-        on_host, own_gpu = records[is_own & ~is_on_gpu], durations(records[is_own & is_on_gpu])
+        own_gpu = durations(records[is_own & is_on_gpu])
+        parts = sampling.parts(records[is_own])
+        on_host = sampling.parts(records[is_own & ~is_on_gpu])
         found[OPERATIONS[code]] = {
-            "count": int(is_own.sum()),
-            "bytes": int(records[is_own]["bytes"].sum()),
-            "seconds": in_progress(on_host).seconds + own_gpu,
-            "exposed_seconds": exposed(on_host).seconds + own_gpu * exposed_share,
+            "count": round(sum(weight * len(one) for one, weight in parts)),
+            "bytes": round(sum(weight * int(one["bytes"].sum()) for one, weight in parts)),
+            "seconds": sum(weight * in_progress(one).seconds for one, weight in on_host) + own_gpu,
+            "exposed_seconds": sum(weight * exposed(one).seconds for one, weight in on_host)
+            + own_gpu * exposed_share,
         }
     return found

@@ -14,7 +14,7 @@ import os
 import re
 import socket
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -42,11 +42,12 @@ OPERATIONS = (
 )
 """A record holds the index."""
 
-ASYNC, BACKWARD, FAILED, EXPOSED, BUFFERS, POLLED, ON_GPU = 1, 2, 4, 8, 16, 32, 64
+ASYNC, BACKWARD, FAILED, EXPOSED, BUFFERS, POLLED, ON_GPU, TRACED = 1, 2, 4, 8, 16, 32, 64, 128
 """Flags: the call did not wait for the operation; the autograd engine issued it; it raised an
 exception; the program's thread was blocked from `blocked_began` to `blocked_ended`; DDP broadcasts
 its buffers; it had ended some time before `end`; a GPU executed it, at a time after `arrival` that
-is not known, but for the time between `arrival` and `end`."""
+is not known, but for the time between `arrival` and `end`; the flight recorder of PyTorch has it,
+while recording was paused (paused_calls.py), without its root and its end."""
 
 RECORD = np.dtype(
     [
@@ -178,6 +179,10 @@ class CollectiveLog:
         _BLOCKED.pack_into(self._memory, position + _BLOCKED_OFFSET, began, ended)
         self.set_flag(position, EXPOSED)
 
+    def read(self) -> Records:
+        """Return a copy of the records."""
+        return _records_of(self._memory[:])
+
     def close(self) -> None:
         self._descriptions.close()
         self._memory.close()
@@ -225,6 +230,47 @@ class GroupInfo:
 
 
 @dataclass
+class Pause:
+    """Steps whose collectives were not recorded (recording_windows.py)."""
+
+    began: float
+    updates: int
+    """Steps of optimizers before it."""
+    window_began: float
+    """Of the steps that were recorded before it."""
+    exchange_seconds: float
+    """Total of phase exchange at `window_began`."""
+    calls: dict[int, int]
+    """By index of a group: how many of its collectives precede the pause."""
+    window_updates: int = 0
+    known_calls: dict[int, int] = field(default_factory=dict)
+    """How many had been called when that was last noted: at the end, or when training stood
+    still."""
+    ended: float | None = None
+    """None: the process was killed before the end."""
+    updates_after: int | None = None
+
+
+def _add_to_pauses(pauses: list[Pause], line: Mapping[str, Any]) -> None:
+    calls = {int(index): number for index, number in line["calls"].items()}
+    if line["event"] == "pause":
+        pauses.append(
+            Pause(
+                line["moment"],
+                line["updates"],
+                line["window_began"],
+                line["exchange"],
+                calls,
+                line["window_updates"],
+            )
+        )
+    elif pauses:
+        pauses[-1].known_calls.update(calls)
+        if line["event"] == "resume":
+            pauses[-1].ended, pauses[-1].updates_after = line["moment"], line["updates"]
+
+
+@dataclass
 class RankCollectives:
     """The log of one rank, as it was read."""
 
@@ -236,9 +282,16 @@ class RankCollectives:
     groups: list[GroupInfo] = field(default_factory=list)
     ddp: list[dict[str, Any]] = field(default_factory=list)
     """The last description of each DDP model."""
+    pauses: list[Pause] = field(default_factory=list)
+    """When nothing was recorded."""
     process: int = 0
     wall_offset: float = 0.0
     """Seconds to add to `perf_counter` to get the time of day."""
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether recording is paused, or was when the process was killed."""
+        return bool(self.pauses) and self.pauses[-1].ended is None
 
     @property
     def unfinished(self) -> Records:
@@ -264,11 +317,7 @@ def read_logs(folder: Path) -> Iterator[dict[int, RankCollectives]]:
 
 
 def read_log(path: Path, rank: int, attempt: int = 0) -> RankCollectives:
-    content = path.read_bytes()
-    records = np.frombuffer(content[: len(content) // SIZE * SIZE], RECORD)
-    records = records[records["arrival"] > 0]
-    records = _refined(records[np.argsort(records["arrival"], kind="stable")])
-    log = RankCollectives(rank, attempt, "", records)
+    log = RankCollectives(rank, attempt, "", _refined(_records_of(path.read_bytes())))
     models: dict[int, dict[str, Any]] = {}
     for line in read_lines(path.with_suffix(".jsonl")):
         match line.get("event"):
@@ -283,8 +332,18 @@ def read_log(path: Path, rank: int, attempt: int = 0) -> RankCollectives:
                 )
             case "ddp":
                 models[line["model"]] = line
+            case "pause" | "calls" | "resume":
+                _add_to_pauses(log.pauses, line)
     log.ddp = list(models.values())
     return log
+
+
+def _records_of(content: bytes) -> Records:
+    """In the order of arrival."""
+    records = np.frombuffer(content[: len(content) // SIZE * SIZE], RECORD)
+    records = records[records["arrival"] > 0]
+    ordered: Records = records[np.argsort(records["arrival"], kind="stable")]
+    return ordered
 
 
 def _refined(records: Records) -> Records:

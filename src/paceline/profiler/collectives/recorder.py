@@ -37,6 +37,7 @@ from paceline.measure.timeline import is_capturing
 from paceline.profiler.collectives.backward_passes import BackwardPasses, unbox
 from paceline.profiler.collectives.blocked_thread import BlockedThread, Program
 from paceline.profiler.collectives.ddp import DdpModels
+from paceline.profiler.collectives.flight_recorder import number_of
 from paceline.profiler.collectives.gloo_threads import wait_until_idle
 from paceline.profiler.collectives.kernels import Arrival, CollectiveKernels
 from paceline.profiler.collectives.log import (
@@ -81,6 +82,18 @@ class _Group:
     """Of the operations so far, by operation, size, peer and dtype."""
     is_nccl: bool = False
     """Whether its operations run on a GPU, after the functions that wait for them return."""
+    base: int = 0
+    """Collectives that the group itself counted before its first record."""
+
+    def calls(self) -> int:
+        """How many of its collectives are recorded, or counted by `continue_at`."""
+        number = next(self.sequence)
+        self.sequence = count(number)
+        return number
+
+    def continue_at(self, number: int) -> None:
+        """The next collective is `number`."""
+        self.sequence = count(number)
 
 
 class Pending(NamedTuple):
@@ -109,7 +122,14 @@ class CollectiveRecorder:
         self.blocked = BlockedThread(program, guard)
         self.failed, self.leave = guard(self._failed), guard(self._leave)
         self._folder = folder
-        self._groups: dict[str, _Group] = {}
+        self._is_installed = False
+        self.groups: dict[str, _Group] = {}
+        """By name."""
+        self.can_pause = True
+        """Whether the process groups count their collectives as the log does (RecordingWindows)."""
+        self.calls_of_other_threads = 0
+        self.before_group: Callable[[], None] = lambda: None
+        """Called when a process group is created."""
         self._group_numbers = count()
         self._incarnations: dict[str, count[int]] = {}
         self._polled: deque[Pending] = deque()
@@ -132,6 +152,7 @@ class CollectiveRecorder:
             self._install_hooks()
 
     def _install_hooks(self) -> None:
+        self._is_installed = True
         self.kernels.enable()
         for name in ("wait", "synchronize"):
             self.hooks.replace(dist.Work, name, self._make_blocking)
@@ -171,10 +192,11 @@ class CollectiveRecorder:
         `tensor` is the first one, and `size_bytes` the size of all. `task`: the backward pass, or
         -1.
         """
-        known = self._groups.get(group.group_name) or self._add_group(group)
+        known = self.groups.get(group.group_name) or self._add_group(group)
         assert self.log is not None
         if operation.is_message:
             sequence = next(known.messages.setdefault((operation.name, peer), count()))
+            self.can_pause = False
         else:
             sequence = next(known.sequence)
         flags = self._models.flags
@@ -182,6 +204,8 @@ class CollectiveRecorder:
             flags |= ASYNC
         if task != -1:
             flags |= BACKWARD
+        elif not self.blocked.program.is_in_thread():
+            self.calls_of_other_threads += 1
         if operation.is_part:
             size_bytes *= known.size
         key = operation.code, size_bytes, peer, tensor is not None and tensor.dtype
@@ -199,7 +223,7 @@ class CollectiveRecorder:
         return position
 
     def uses_nccl(self, group: Any, tensor: Tensor | None, position: int) -> bool:
-        if not (self._groups[group.group_name].is_nccl and (tensor is None or tensor.is_cuda)):
+        if not (self.groups[group.group_name].is_nccl and (tensor is None or tensor.is_cuda)):
             return False
         if self.log is not None:
             self.log.set_flag(position, ON_GPU)
@@ -379,17 +403,22 @@ class CollectiveRecorder:
         )
         known.is_nccl = _times_nccl(group)
         self.has_nccl |= known.is_nccl
-        self._groups[name] = known
+        number = number_of(group) if type(group) is dist.ProcessGroup and ranks else None
+        if number is None or known.is_nccl:
+            self.can_pause = False
+        known.base = number or 0
+        self.groups[name] = known
         return known
 
     def _make_creation(self, original: Any) -> Any:
         @self.guard
         def created(group: Any) -> None:
-            if not self.kernels.are_enabled:
+            if not self._is_installed:
                 self._install_hooks()
+            self.before_group()
             if isinstance(group, dist.ProcessGroup):
                 # The name of a destroyed group is used again.
-                self._groups.pop(group.group_name, None)
+                self.groups.pop(group.group_name, None)
                 self.python_groups.watch(type(group))
 
         def create(*args: Any, **kwargs: Any) -> Any:

@@ -9,6 +9,7 @@ All functions work on arrays: a log has up to millions of records.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +21,14 @@ from paceline.profiler.collectives.log import (
     EXPOSED,
     ON_GPU,
     OPERATIONS,
+    TRACED,
     GroupInfo,
+    Pause,
     RankCollectives,
     Records,
 )
 from paceline.profiler.collectives.machine_clocks import ClockOffsets, measure_offsets
+from paceline.profiler.collectives.sampling import sampling_of
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
@@ -45,6 +49,8 @@ TABLE = np.dtype(
         ("is_root", "?"),
         ("exposed", "?"),
         ("on_gpu", "?"),
+        ("traced", "?"),
+        ("weight", "f8"),
         ("arrival", "f8"),
         ("end", "f8"),
         ("blocked_began", "f8"),
@@ -53,7 +59,8 @@ TABLE = np.dtype(
 )
 """One row for each record of each rank, in the order of (group, pair, sequence, rank). `pair` is 0
 for collectives, and identifies the sender and receiver of messages. `is_root`: for messages, the
-sender. Times are in the clock of the rank."""
+sender. `weight`: how many collectives of its rank a row stands for. Times are in the clock of the
+rank."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +123,11 @@ class Waits:
 
     waited: dict[int, Intervals]
     """By rank, in its own clock: the parts of its exposed communication that are waiting."""
+    compared: dict[int, Intervals]
+    """By rank, in its own clock: exposed communication in collectives that all ranks recorded."""
+    incomplete_since: dict[int, float]
+    """By rank, in its own clock: when it first recorded a collective that another rank did not,
+    because recording was paused; infinite if it never did."""
     caused_seconds: dict[int, float]
     """By rank: how long the others waited for it, in total."""
     last_arrivals: dict[int, int]
@@ -128,8 +140,10 @@ def separate_waits(logs: Mapping[int, RankCollectives]) -> Waits:
     """Compare the logs of all ranks of one start."""
     table, groups = _table(logs)
     begins = _segments(table)
-    offsets = measure_offsets(logs, table, begins, _is_complete(table, begins, groups))
-    return _waits(logs, table, begins, groups, offsets)
+    is_known = ~_has_pause(logs, table, begins, groups)
+    is_complete = _is_complete(table, begins, groups) & is_known
+    offsets = measure_offsets(logs, table, begins, is_complete)
+    return _waits(logs, table, begins, groups, offsets, is_known)
 
 
 def _table(logs: Mapping[int, RankCollectives]) -> tuple[npt.NDArray[Any], list[GroupInfo]]:
@@ -146,6 +160,9 @@ def _table(logs: Mapping[int, RankCollectives]) -> tuple[npt.NDArray[Any], list[
         part["rank"], part["root"] = rank, records["peer"]
         part["exposed"] = (records["flags"] & EXPOSED) != 0
         part["on_gpu"] = (records["flags"] & ON_GPU) != 0
+        part["traced"] = (records["flags"] & TRACED) != 0
+        sampling = sampling_of(log)
+        part["weight"] = np.where(records["arrival"] >= sampling.began, sampling.weight, 1.0)
         for index, group in enumerate(log.groups):
             if group.key not in numbers:
                 numbers[group.key] = len(groups)
@@ -189,17 +206,48 @@ def _is_complete(
     return complete
 
 
+def _has_pause(
+    logs: Mapping[int, RankCollectives],
+    table: npt.NDArray[Any],
+    begins: Integers,
+    groups: Sequence[GroupInfo],
+) -> npt.NDArray[np.bool_]:
+    """Whether recording was paused on a rank of each collective when it called it."""
+    found = np.zeros(len(begins), bool)
+    numbers = {group.key: number for number, group in enumerate(groups)}
+    sequences, own_group = table["sequence"][begins], table["group"][begins]
+    for log in logs.values():
+        for index, group in enumerate(log.groups if log.pauses else ()):
+            pauses = [pause for pause in log.pauses if index in pause.calls]
+            began = np.array([pause.calls[index] for pause in pauses], dtype=np.float64)
+            ended = np.array([_calls_after(pause, index) for pause in pauses])
+            rows = np.flatnonzero(own_group == numbers[group.key])
+            at = np.searchsorted(began, sequences[rows], side="right") - 1
+            if len(pauses):
+                found[rows] |= (at >= 0) & (sequences[rows] < ended[np.maximum(at, 0)])
+    return found
+
+
+def _calls_after(pause: Pause, index: int) -> float:
+    """The number of the first collective of a group after a pause."""
+    return math.inf if pause.ended is None else pause.known_calls.get(index, math.inf)
+
+
 def _waits(
     logs: Mapping[int, RankCollectives],
     table: npt.NDArray[Any],
     begins: Integers,
     groups: Sequence[GroupInfo],
     offsets: ClockOffsets,
+    is_known: npt.NDArray[np.bool_],
 ) -> Waits:
-    waited = {rank: Intervals(np.zeros(0), np.zeros(0)) for rank in logs}
+    """`is_known`: the collectives that no rank called while recording was paused."""
+    nothing = Intervals(np.zeros(0), np.zeros(0))
+    waited, compared = dict.fromkeys(logs, nothing), dict.fromkeys(logs, nothing)
+    incomplete_since = dict.fromkeys(logs, math.inf)
     caused, last_arrivals = dict.fromkeys(logs, 0.0), dict.fromkeys(logs, 0)
     if not len(table):
-        return Waits(waited, caused, last_arrivals, [], offsets)
+        return Waits(waited, compared, incomplete_since, caused, last_arrivals, [], offsets)
     lengths = np.diff(np.append(begins, len(table)))
     segment = np.repeat(np.arange(len(begins)), lengths)
     offset = offsets.at(table["rank"], table["arrival"])
@@ -214,18 +262,26 @@ def _waits(
     by_arrival = np.lexsort((source_arrival, segment))
     last_rank = table["rank"][by_arrival[begins + lengths - 1]]
 
-    complete = _is_complete(table, begins, groups)
+    complete = _is_complete(table, begins, groups) & is_known
+    weight = _compared_weights(table, is_known[segment])
     is_symmetric = complete & ~(is_from_root | is_to_root)[begins] & (lengths > 1)
     # Programs only launch those on a GPU, and which GPU came last is not known.
     is_symmetric &= ~np.logical_or.reduceat(table["on_gpu"], begins)
-    for rank, times in zip(*np.unique(last_rank[is_symmetric], return_counts=True), strict=True):
-        last_arrivals[int(rank)] = int(times)
+    last_rows = by_arrival[begins + lengths - 1][is_symmetric]
+    for rank, times in _sums(table["rank"][last_rows], weight[last_rows]):
+        last_arrivals[rank] = round(times)
 
     may_wait = table["exposed"] & ~(is_to_root & ~table["is_root"]) & np.isfinite(needed)
     began = np.maximum(table["arrival"], table["blocked_began"])
     ended = np.minimum(needed - offset, table["blocked_ended"])
+    may_wait &= is_known[segment]
     for rank in logs:
-        rows = np.flatnonzero((table["rank"] == rank) & may_wait & (ended > began))
+        own = (table["rank"] == rank) & ~table["traced"]
+        missed = table["arrival"][own & ~is_known[segment]]
+        if len(missed):
+            incomplete_since[rank] = float(missed.min())
+        compared[rank] = _blocked(table[own & is_known[segment] & table["exposed"]])
+        rows = np.flatnonzero(own & may_wait & (ended > began))
         rows = rows[np.argsort(began[rows], kind="stable")]
         if not len(rows):
             continue
@@ -234,11 +290,29 @@ def _waits(
         begin = np.maximum(began[rows], covered)
         keep = ended[rows] > begin
         waited[rank] = Intervals(begin[keep], ended[rows][keep])
-        seconds = (ended[rows] - begin)[keep]
+        seconds = ((ended[rows] - begin) * weight[rows])[keep]
         for other, total in _sums(last_rank[segment[rows[keep]]], seconds):
             caused[other] += total
     mismatches = _mismatches(table, begins, lengths, groups)
-    return Waits(waited, caused, last_arrivals, mismatches, offsets)
+    return Waits(waited, compared, incomplete_since, caused, last_arrivals, mismatches, offsets)
+
+
+def _compared_weights(table: npt.NDArray[Any], is_known: npt.NDArray[np.bool_]) -> Floats:
+    """How many collectives of its rank each row stands for, if only rows that are known count."""
+    weight: Floats = table["weight"].copy()
+    for rank in np.unique(table["rank"]):
+        # Those in the sampled period, in which other ranks may have paused at other times.
+        rows = (table["rank"] == rank) & ~table["traced"]
+        missed = table["arrival"][rows & ~is_known]
+        since = min(
+            missed.min(initial=math.inf),
+            table["arrival"][rows & (weight > 1)].min(initial=math.inf),
+        )
+        rows &= table["arrival"] >= since
+        known = (rows & is_known).sum()
+        if known:
+            weight[rows] = weight[rows].sum() / known
+    return weight
 
 
 def _sums(keys: Integers, values: Floats) -> list[tuple[int, float]]:
@@ -258,6 +332,9 @@ def _mismatches(
         if name == "bytes":
             # Ranks may send different numbers of elements to each other.
             relevant = relevant & (table["operation"][begins] != OPERATIONS.index("all_to_all"))
+        if name == "root":
+            # The flight recorder does not have it.
+            relevant = relevant & ~np.logical_or.reduceat(table["traced"], begins)
         differs |= relevant & (low != high)
     found = []
     for index in np.flatnonzero(differs):
@@ -282,7 +359,10 @@ def in_progress(records: Records) -> Intervals:
 
 def exposed(records: Records) -> Intervals:
     """When the program's thread was blocked on a collective."""
-    blocked = records[(records["flags"] & EXPOSED) != 0]
+    return _blocked(records[(records["flags"] & EXPOSED) != 0])
+
+
+def _blocked(blocked: npt.NDArray[Any]) -> Intervals:
     began = np.maximum(blocked["arrival"], blocked["blocked_began"])
     return union(began, np.maximum(began, blocked["blocked_ended"]))
 

@@ -33,7 +33,11 @@ def find_last_wait(logs: Mapping[int, RankCollectives], rank: int) -> LastWait |
     if log is None or not len(log.records):
         return None
     last = log.records[-1]
-    if last["group"] >= len(log.groups) or not missing_ranks(logs, log, last):
+    missing = missing_ranks(logs, log, last) if last["group"] < len(log.groups) else ()
+    if last["end"]:
+        # What a rank called while recording was paused is not known to its end.
+        missing = tuple(each for each in missing if each not in logs or not logs[each].is_paused)
+    if not missing:
         return None
     if OPERATIONS[last["operation"]] in MESSAGES and last["end"]:
         return None

@@ -6,6 +6,7 @@ called it, the calls differ, or the transfer itself does not end.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -154,7 +155,9 @@ def joined_records(logs: Mapping[int, RankCollectives], log: RankCollectives) ->
     is_message = np.isin(log.records["operation"], [OPERATIONS.index(name) for name in MESSAGES])
     is_joined = np.ones(len(log.records), bool)
     for index, group in enumerate(log.groups):
-        called = min(_called(logs[rank], group) for rank in group.ranks if rank in logs)
+        # A rank that was killed while recording was paused may have called more.
+        ranks = [rank for rank in group.ranks if rank in logs and not logs[rank].is_paused]
+        called = min((_called(logs[rank], group) for rank in ranks), default=math.inf)
         is_own = (log.records["group"] == index) & ~is_message
         is_joined[is_own] = log.records["sequence"][is_own] < called
     joined: Records = log.records[is_joined]
@@ -169,7 +172,8 @@ def _called(log: RankCollectives | None, group: GroupInfo) -> int:
     codes = [OPERATIONS.index(name) for name in MESSAGES]
     own = log.records[log.records["group"] == index]
     own = own[[code not in codes for code in own["operation"]]]
-    return int(own["sequence"].max()) + 1 if len(own) else 0
+    noted = max((pause.known_calls.get(index, 0) for pause in log.pauses), default=0)
+    return max(noted, int(own["sequence"].max()) + 1 if len(own) else 0)
 
 
 def find_mismatches(logs: Mapping[int, RankCollectives]) -> list[Mismatch]:

@@ -37,9 +37,11 @@ class EventQueue:
         "flush",
         "is_in_model",
         "noted",
+        "on_window",
         "seconds",
         "thread",
         "updates",
+        "window_ends",
     )
 
     def __init__(self, guard: Guard) -> None:
@@ -53,6 +55,9 @@ class EventQueue:
         none."""
         self.updates = 0
         """Steps of all optimizers."""
+        self.window_ends = -1
+        """How many of them there are when `on_window` is called, after the last one."""
+        self.on_window: Callable[[], object] = lambda: None
         self.noted = 0
         """How many events were interpreted."""
         self.seconds = 0.0

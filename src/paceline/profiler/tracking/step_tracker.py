@@ -72,6 +72,8 @@ class StepTracker:
         """Estimate: each module of a model is called once."""
         self.recorder_seconds = 0.0
         """What recording collectives took the program."""
+        self.exposed_seconds: dict[str, float] = {}
+        """How long collectives blocked the program, by the phase that this would be part of."""
         self.timed_calls = self.skipped_calls = 0
         """Calls that may block the program (`script_calls`)."""
         self.samples = 0
@@ -274,6 +276,13 @@ class StepTracker:
             clock.enter(clock.phase)
         clock.expose(clock.phase, began, ended)
         clock.exposed.clear()
+        self.note_exposed(clock.phase, ended - began)
+
+    def note_exposed(self, phase: str, seconds: float) -> None:
+        """Collectives blocked the program in a phase, which is now phase exchange."""
+        if phase == "other" and self._is_after_backward:
+            phase = "update"
+        self.exposed_seconds[phase] = self.exposed_seconds.get(phase, 0.0) + seconds
 
     def begin_update(self, optimizer: ref[Optimizer], thread: int) -> None:
         if optimizer in self._stepping:

@@ -34,7 +34,7 @@ from paceline.report.sections.common import (
     section,
     table,
 )
-from paceline.report.summary import unrecorded_text
+from paceline.report.summary import sampled_text, unrecorded_text
 
 MAX_RANK_BARS = 16
 MAX_EXPLAINED = 8
@@ -98,6 +98,8 @@ def phases(context: SectionContext) -> Iterator[Block]:
         for run in group.measured:
             if text := unrecorded_text(run.workers):
                 yield note(f"Not recorded, because the ranks were ended: {text}.")
+            if text := sampled_text(run.workers):
+                yield note(f"{text.capitalize()}.")
     yield from startup_table(context.measured)
 
 

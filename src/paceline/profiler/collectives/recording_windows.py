@@ -1,0 +1,234 @@
+"""Records collectives only in some windows of steps, if recording all of them costs too much.
+
+A kernel in Python and its record take about 0.1 ms, which is much of a step of a few milliseconds.
+Steps are counted in windows, and of every `factor` windows one is recorded. All factors are powers
+of two, so ranks that choose different ones share windows, and nothing is communicated.
+
+In the other windows, kernels are disabled. Process groups themselves count their collectives, so
+each record still has the number that all ranks know it by. Communication that blocks the program is
+then part of other phases: the share that it had in the last recorded window is moved out of them.
+What is in progress when training stops is read from PyTorch's flight recorder.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from torch.distributed import distributed_c10d
+
+from paceline.profiler import FACTOR_VARIABLE
+from paceline.profiler.collectives.flight_recorder import number_of
+from paceline.profiler.collectives.paused_calls import PausedCalls, are_traced
+
+if TYPE_CHECKING:
+    from paceline.profiler.collectives.recorder import CollectiveRecorder
+    from paceline.profiler.tracking.step_tracker import StepTracker
+
+WINDOW_STEPS = 16
+FIRST_STEPS, FIRST_SECONDS = 64, 1.0
+"""All steps before this are recorded."""
+
+TARGET = 0.0025
+"""What recording may cost, as a share of the time."""
+MAX_FACTOR = 32
+
+STALL_FACTOR, STALL_SECONDS = 4.0, 0.05
+"""What a phase takes beyond this multiple of what is usual, and beyond this time, is waiting: for a
+rank that evaluates or saves a checkpoint meanwhile."""
+
+
+@dataclass(slots=True)
+class _Source:
+    """A phase in which communication blocks the program."""
+
+    phase: str
+    share: float
+    """Of the phase, with the communication in it."""
+    usual_seconds: float
+    """Of the phase in one step; `STALL_FACTOR` times."""
+    seconds: float
+    """The total of the phase, up to the last step."""
+
+
+@dataclass(slots=True)
+class _Totals:
+    """When a window began."""
+
+    updates: int
+    moment: float
+    recorder_seconds: float
+    phases: dict[str, float]
+    exposed: dict[str, float]
+
+
+class RecordingWindows:
+    """Pauses and resumes a recorder at the ends of optimizer steps, on the training thread."""
+
+    def __init__(self, recorder: CollectiveRecorder, tracker: StepTracker) -> None:
+        self._recorder, self._tracker = recorder, tracker
+        forced = os.environ.get(FACTOR_VARIABLE)
+        self._forced = int(forced) if forced else None
+        self._factor = 1
+        self._is_possible: bool | None = None
+        """Whether the flight recorder agrees with the log; None before it was compared."""
+        self._window: _Totals | None = None
+        self._began = 0.0
+        self._sources: list[_Source] = []
+        self._paused_calls: PausedCalls | None = None
+        self._is_paused = False
+        tracker.events.on_window = recorder.guard(self._end_window)
+        tracker.events.window_ends = WINDOW_STEPS
+        recorder.before_group = recorder.guard(self._resume)
+
+    def end_step(self) -> None:
+        """Move the communication of a step that was not recorded out of the phases it is in."""
+        if not self._is_paused:
+            return
+        clock = self._tracker.clock
+        for source in self._sources:
+            spent = clock.known_seconds[source.phase] - source.seconds
+            stall = max(0.0, spent - max(source.usual_seconds, STALL_SECONDS))
+            exposed = source.share * (spent - stall)
+            clock.move(source.phase, "exchange", exposed)
+            clock.move(source.phase, "wait", stall)
+            source.seconds += spent - exposed - stall
+
+    def close(self, has_failed: bool) -> None:
+        """The process ends, or is not measured any more."""
+        self._tracker.events.window_ends = -1
+        if self._paused_calls is not None:
+            self._paused_calls.close(has_failed)
+        if self._is_paused:
+            self._describe("resume", self._totals())
+            self._is_paused = False
+
+    def _end_window(self) -> None:
+        tracker = self._tracker
+        if not tracker.is_in_thread():
+            return
+        now = self._totals()
+        if self._window is None:
+            self._began = now.moment
+            # Which thread trains is known since the first step.
+            self._recorder.calls_of_other_threads = 0
+        if not self._is_paused:
+            self._factor = self._next_factor(now)
+        index = tracker.events.updates // WINDOW_STEPS
+        if index % self._factor == 0:
+            self._resume()
+            self._window = now
+            tracker.events.window_ends = (index + 1) * WINDOW_STEPS
+        else:
+            if not self._is_paused:
+                self._pause(now)
+            # The next window that is recorded.
+            period = self._factor * WINDOW_STEPS
+            tracker.events.window_ends = (tracker.events.updates // period + 1) * period
+
+    def _totals(self) -> _Totals:
+        tracker = self._tracker
+        return _Totals(
+            tracker.events.updates,
+            perf_counter(),
+            tracker.recorder_seconds,
+            dict(tracker.clock.known_seconds),
+            dict(tracker.exposed_seconds),
+        )
+
+    def _next_factor(self, now: _Totals) -> int:
+        """The factor from now on, by what recording cost in the window that ends now."""
+        window = self._window
+        if window is None or not self._can_pause(now):
+            return 1
+        if self._forced is not None:
+            return self._forced
+        share = (now.recorder_seconds - window.recorder_seconds) / (now.moment - window.moment)
+        factor = 1
+        while share > factor * TARGET and factor < MAX_FACTOR:
+            factor *= 2
+        # One window is a small sample: later on, the factor changes by one power of two at most.
+        return (
+            factor if self._factor == 1 else min(max(factor, self._factor // 2), self._factor * 2)
+        )
+
+    def _can_pause(self, now: _Totals) -> bool:
+        recorder = self._recorder
+        is_first = self._forced is None and (
+            now.updates < FIRST_STEPS or now.moment - self._began < FIRST_SECONDS
+        )
+        # Kernels must not be disabled while another thread is in one.
+        can_pause = recorder.can_pause and not recorder.calls_of_other_threads
+        if is_first or recorder.log is None or not can_pause:
+            return False
+        numbers = self._numbers()
+        for known in recorder.groups.values():
+            if known.index in numbers and numbers[known.index] != known.calls():
+                recorder.can_pause = False
+                return False
+        if self._is_possible is None:
+            self._is_possible = are_traced(recorder.log, self._bases())
+        return self._is_possible
+
+    def _numbers(self) -> dict[int, int]:
+        """How many collectives each group was called for since its first record."""
+        found = {}
+        for group in distributed_c10d._world.pg_map:
+            known = self._recorder.groups.get(group.group_name)
+            number = number_of(group) if known is not None else None
+            if known is not None and number is not None:
+                found[known.index] = number - known.base
+        return found
+
+    def _bases(self) -> dict[str, tuple[int, int]]:
+        """By name: the index of a group, and its number before its first record."""
+        return {name: (known.index, known.base) for name, known in self._recorder.groups.items()}
+
+    def _pause(self, now: _Totals) -> None:
+        window, log = self._window, self._recorder.log
+        assert window is not None
+        assert log is not None
+        self._recorder.end_step()
+        self._recorder.kernels.disable()
+        steps = now.updates - window.updates
+        self._sources = []
+        for phase, exposed in now.exposed.items():
+            seconds = exposed - window.exposed.get(phase, 0.0)
+            rest = max(0.0, now.phases[phase] - window.phases[phase])
+            if seconds > 0:
+                usual = STALL_FACTOR * (rest + seconds) / steps
+                share = seconds / (rest + seconds)
+                self._sources.append(_Source(phase, share, usual, now.phases[phase]))
+        self._describe(
+            "pause",
+            now,
+            window_began=window.moment,
+            window_updates=window.updates,
+            exchange=window.phases["exchange"],
+        )
+        if self._paused_calls is None:
+            self._paused_calls = PausedCalls(log, self._tracker, self._recorder.guard)
+        self._paused_calls.begin(
+            self._bases(), self._numbers(), (now.moment - window.moment) / steps
+        )
+        self._is_paused = True
+
+    def _resume(self) -> None:
+        if not self._is_paused or self._paused_calls is None:
+            return
+        self._paused_calls.end()
+        self._is_paused = False
+        numbers = self._numbers()
+        for known in self._recorder.groups.values():
+            if known.index in numbers:
+                known.continue_at(numbers[known.index])
+        self._describe("resume", self._totals())
+        self._recorder.kernels.enable()
+
+    def _describe(self, event: str, now: _Totals, **values: float) -> None:
+        log = self._recorder.log
+        if log is not None:
+            numbers = {str(index): number for index, number in self._numbers().items()}
+            log.describe(event, updates=now.updates, moment=now.moment, calls=numbers, **values)
