@@ -1,0 +1,240 @@
+"""Collectives that are recorded in windows of steps stand for those of all steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from paceline.measure.phase_clock import PhaseClock
+from paceline.profiler.collectives import recording_windows
+from paceline.profiler.collectives.communication import RankCommunication, collectives
+from paceline.profiler.collectives.log import (
+    OPERATIONS,
+    TRACED,
+    CollectiveLog,
+    Counts,
+    RankCollectives,
+    read_logs,
+)
+from paceline.profiler.collectives.recording_windows import RecordingWindows, _Source, _Totals
+from paceline.profiler.collectives.sampling import recorded, sampling_of
+from paceline.profiler.collectives.waiting import separate_waits
+from paceline.profiler.post_mortem.end_of_rank import find_last_wait
+from paceline.profiler.post_mortem.examination import find_pending, joined_records
+from paceline.records import PHASES
+
+PER_STEP = 2
+SECONDS = 0.1
+"""Of a step: its all-reduce is called when it begins, and its barrier in the middle."""
+
+
+class Rank:
+    """Writes the log of a rank that takes a step every tenth of a second, from time 1."""
+
+    def __init__(self, folder: Path, rank: int, late: float = 0.0) -> None:
+        self.log = CollectiveLog(folder, rank)
+        self.log.describe("group", index=0, name="0", incarnation=0, ranks=[0, 1], backend="gloo")
+        self.steps, self._late = 0, late
+        self.is_paused = False
+
+    def step(self, count: int = 1) -> None:
+        for step in range(self.steps, self.steps + count):
+            for number, name in enumerate(("all_reduce", "barrier") if not self.is_paused else ()):
+                arrival = self._began(step) + number * SECONDS / 2
+                # A rank waits for the other if that is late, and then for 10 ms of transfer.
+                self._add(name, PER_STEP * step + number, arrival + self._late, arrival + 0.03)
+        self.steps += count
+
+    def _began(self, step: int) -> float:
+        return 1.0 + SECONDS * step
+
+    def _add(self, name: str, sequence: int, arrival: float, end: float, flags: int = 0) -> None:
+        size = 64 if name == "all_reduce" else 0
+        code = OPERATIONS.index(name)
+        position = self.log.add(0, code, flags, sequence, size, Counts(), -1, arrival)
+        self.log.end(position, end)
+        if end:
+            self.log.block(position, arrival, end)
+
+    def trace(self, name: str, end: float = 0.0) -> None:
+        """The flight recorder has the next call."""
+        self._add(name, PER_STEP * self.steps, self._began(self.steps), end, TRACED)
+        self.log.describe("calls", calls={"0": PER_STEP * self.steps + 1})
+
+    def pause(self, window: int) -> None:
+        self.is_paused = True
+        self._describe("pause", window_updates=self.steps - window, exchange=0.0)
+
+    def resume(self, more_calls: int = 0) -> None:
+        self.is_paused = False
+        self._describe("resume", more_calls)
+
+    def _describe(self, event: str, more_calls: int = 0, **values: float) -> None:
+        calls = {"0": PER_STEP * self.steps + more_calls}
+        if "window_updates" in values:
+            values["window_began"] = self._began(int(values["window_updates"])) - SECONDS / 8
+        moment = self._began(self.steps) - SECONDS / 8
+        self.log.describe(event, updates=self.steps, moment=moment, calls=calls, **values)
+
+
+def read(folder: Path, *ranks: Rank) -> dict[int, RankCollectives]:
+    for rank in ranks:
+        rank.log.close()
+    (logs,) = read_logs(folder)
+    return logs
+
+
+def count_calls(log: RankCollectives, last: float | None = None) -> dict[str, tuple[float, float]]:
+    found = collectives(recorded(log.records), dict.fromkeys(PHASES, 0.0), sampling_of(log, last))
+    return {name: (one["count"], one["bytes"]) for name, one in found.items()}
+
+
+def test_counts_and_bytes_are_those_of_all_steps(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, 0)
+    for _ in range(3):
+        rank.step(4)
+        rank.pause(4)
+        rank.step(12)
+        rank.resume()
+    rank.step(2)
+    (log,) = read(tmp_path, rank).values()
+    assert count_calls(log) == {"all_reduce": (50, 50 * 64), "barrier": (50, 0)}
+    assert sampling_of(log).recorded_share == pytest.approx(12 / 48)
+
+
+def test_collectives_after_the_last_step_do_not_count(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, 0)
+    rank.step(8)
+    rank.pause(4)
+    rank.step(12)
+    # The process ends, after three more collectives.
+    rank.resume(more_calls=3)
+    (log,) = read(tmp_path, rank).values()
+    assert count_calls(log) == {"all_reduce": (20, 20 * 64), "barrier": (20, 0)}
+
+
+def test_of_a_killed_rank_the_pause_is_estimated_by_its_length(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, 0)
+    rank.step(8)
+    rank.pause(4)
+    rank.step(12)
+    (log,) = read(tmp_path, rank).values()
+    assert log.is_paused
+    assert count_calls(log, last=1.0 + 20 * SECONDS - SECONDS / 8)["all_reduce"] == (20, 20 * 64)
+
+
+def pair(folder: Path, factor: int) -> dict[int, RankCollectives]:
+    """Rank 1 is 20 ms late, and records fewer windows."""
+    ranks = Rank(folder, 0), Rank(folder, 1, late=0.02)
+    for rank, own_factor in zip(ranks, (2, factor), strict=True):
+        rank.step(8)
+        for window in range(1, 8):
+            if window % own_factor == 0 and rank.is_paused:
+                rank.resume()
+            elif window % own_factor and not rank.is_paused:
+                rank.pause(4)
+            rank.step(4)
+        if rank.is_paused:
+            rank.resume()
+    return read(folder, *ranks)
+
+
+@pytest.mark.parametrize("factor", [2, 4])
+def test_waits_are_known_from_collectives_that_all_ranks_recorded(
+    tmp_path: Path, factor: int
+) -> None:
+    logs = pair(tmp_path, factor)
+    waits = separate_waits(logs)
+    assert waits.mismatches == []
+    # 36 steps of two collectives, in each of which rank 0 waits for 20 ms.
+    assert waits.last_arrivals == {0: 0, 1: 72}
+    assert waits.caused_seconds[1] == pytest.approx(72 * 0.02)
+    exposed = 72 * 0.03
+    worker: dict[str, Any] = {
+        "phases": dict.fromkeys(PHASES, 0.0) | {"exchange": exposed},
+        "after_first": {
+            "iterations": 35,
+            "phases": dict.fromkeys(PHASES, 0.0) | {"exchange": exposed * 35 / 36},
+        },
+    }
+    moments = {"start": 0.5, "first": 1.095, "last": 1.0 + 36 * SECONDS}
+    # What was exchanged before the sampled period.
+    logs[0].pauses[0].exchange_seconds = 4 * 2 * 0.03
+    RankCommunication(logs[0], waits).account(worker, moments, logs[0].records)
+    assert worker["phases"]["wait"] == pytest.approx(72 * 0.02)
+    assert worker["phases"]["exchange"] == pytest.approx(72 * 0.01)
+    assert worker["after_first"]["phases"]["wait"] == pytest.approx(70 * 0.02)
+
+
+def test_a_gap_is_not_a_collective_that_a_rank_has_not_called(tmp_path: Path) -> None:
+    logs = pair(tmp_path, 4)
+    assert find_pending(logs, 1e9) == {}
+    assert find_last_wait(logs, 0) is None
+    assert len(joined_records(logs, logs[0])) == len(logs[0].records)
+
+
+def test_a_rank_that_is_killed_in_a_pause_is_missing_in_the_next_collective(tmp_path: Path) -> None:
+    ranks = Rank(tmp_path, 0), Rank(tmp_path, 1)
+    for rank in ranks:
+        rank.step(8)
+        rank.pause(4)
+        rank.step(3)
+    ranks[0].trace("all_reduce")
+    logs = read(tmp_path, *ranks)
+    pending = find_pending(logs, 1e9)
+    assert {rank: (one.sequence, one.missing) for rank, one in pending.items()} == {0: (22, (1,))}
+    # What the killed rank called is not known, so nothing that rank 0 recorded is left out.
+    assert len(joined_records(logs, logs[0])) == len(logs[0].records)
+    wait = find_last_wait(logs, 0)
+    assert wait is not None
+    assert wait.began == pytest.approx(2.1)
+
+
+def test_roots_that_the_flight_recorder_does_not_have_are_no_mismatch(tmp_path: Path) -> None:
+    ranks = Rank(tmp_path, 0), Rank(tmp_path, 1)
+    for rank in ranks:
+        rank.step(2)
+    ranks[0].pause(2)
+    ranks[0].trace("broadcast", end=9.0)
+    ranks[1].log.add(0, OPERATIONS.index("broadcast"), 0, 4, 0, Counts(), 1, 1.2)
+    assert separate_waits(read(tmp_path, *ranks)).mismatches == []
+
+
+def windows_of(tracker: Any, **values: Any) -> RecordingWindows:
+    windows = RecordingWindows.__new__(RecordingWindows)
+    defaults = {"_tracker": tracker, "_is_paused": True, "_sources": [], "_forced": None}
+    for name, value in {**defaults, **values}.items():
+        setattr(windows, name, value)
+    return windows
+
+
+def test_steps_in_a_pause_have_the_share_of_communication_that_recorded_ones_have() -> None:
+    clock = PhaseClock()
+    clock._seconds["backward"] = 0.010
+    source = _Source("backward", share=0.4, usual_seconds=0.02, seconds=0.0)
+    windows = windows_of(SimpleNamespace(clock=clock), _sources=[source])
+    windows.end_step()
+    assert clock._seconds["backward"] == pytest.approx(0.006)
+    assert clock._seconds["exchange"] == pytest.approx(0.004)
+    # The other rank saves a checkpoint: this one waits, and computes no longer than usual.
+    clock._seconds["backward"] += 2.0
+    windows.end_step()
+    assert clock._seconds["wait"] == pytest.approx(2.0 - recording_windows.STALL_SECONDS)
+    assert sum(clock._seconds.values()) == pytest.approx(2.01)
+
+
+@pytest.mark.parametrize(
+    ("share", "before", "expected"),
+    [(0.002, 1, 1), (0.003, 1, 2), (0.06, 1, 32), (0.5, 1, 32), (0.06, 4, 8), (0.001, 8, 4)],
+)
+def test_the_cost_of_recording_decides_how_many_windows_are_recorded(
+    monkeypatch: pytest.MonkeyPatch, share: float, before: int, expected: int
+) -> None:
+    windows = windows_of(None, _window=_Totals(0, 10.0, 1.0, {}, {}), _factor=before)
+    monkeypatch.setattr(windows, "_can_pause", lambda _: True)
+    assert windows._next_factor(_Totals(16, 12.0, 1.0 + 2 * share, {}, {})) == expected
+    monkeypatch.setattr(windows, "_can_pause", lambda _: False)
+    assert windows._next_factor(_Totals(16, 12.0, 1.0 + 2 * share, {}, {})) == 1
