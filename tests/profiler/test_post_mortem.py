@@ -406,14 +406,12 @@ def test_different_collectives_are_named_while_ranks_wait(tmp_path: Path, last: 
     )
 
 
-def test_different_sizes_are_named_although_gloo_aborts_the_process(
-    tmp_path: Path, last: int
-) -> None:
-    with profiled(tmp_path, "size", last):
+def test_different_sizes_are_named_although_gloo_aborts_the_process(tmp_path: Path) -> None:
+    with profiled(tmp_path, "size", PAUSED):
         report = wait_for_report(tmp_path)
     assert headline(report) == "Rank 0 failed first: killed by SIGABRT."
     (mismatch,) = report["mismatches"]
-    assert mismatch["sequence"] == 2 * last
+    assert mismatch["sequence"] == 2 * PAUSED
     assert [call["bytes"] for call in mismatch["calls"]] == [400, 1600]
 
 

@@ -12,6 +12,8 @@ Modules in reading order:
 - `rank_log`: the event file of one rank
 - `collectives`: every collective of every process group, and when it blocks the program
 - `collective_log`: the file with one rank's collectives
+- `recording_windows`: in which steps collectives are recorded
+- `sampling`: what the records stand for, if some steps were not recorded
 - `waiting`: waiting for slower ranks, from the collectives of all ranks
 - `communication`: what the collectives add to result.json
 - `process_facts`: what a process is, how it ended, and its stacks
