@@ -43,6 +43,7 @@ from paceline.plan.advice import Advice, advise
 from paceline.plan.calibration import Calibration
 from paceline.plan.prediction import Predictor, Target
 from paceline.plan.run_calibration import calibrate
+from paceline.records import noise_scale_text
 
 BASE_BATCH = 64
 BASE_RATE = 0.01
@@ -90,8 +91,8 @@ def main() -> None:
         run_all([job for name in names for job in measurements(name, options.out)])
         jobs = [
             job
-            for seed in range(options.seeds)
             for rule in options.rules.split(",")
+            for seed in range(options.seeds)
             for name in names
             for job in sweep(name, rule, batches, seed, options.out)
         ]
@@ -248,12 +249,14 @@ def show(data: str, out: Path) -> None:
     advised, base_steps = advice.batch.batch_size, learning.steps or 0
     print(f"\n{data} to a test loss of {TARGETS[data]}: {hardware()['cpu']}", end="")
     print(f", {os.cpu_count()} cores, torch {software()['torch']}")
-    print(f"noise scale {learning.noise_scale:.0f} ({learning.low} to {learning.high})")
-    print(f"advised batch {advised}, {advice.batch.batch_range} over the interval")
+    noise = {**learning.to_dict(), "value": learning.noise_scale, "batch": learning.batch_size}
+    low, high = advice.batch.batch_range
+    print(f"noise scale {noise_scale_text(noise)}")
+    print(f"advised batch {advised}, by the ends of the interval {low} to {high}")
     results = [one for one in read_results(out) if one.data == data]
     times: dict[tuple[str, int], float] = {}
     print(f"{'rule':<8}{'batch':>6}{'rate':>9}{'steps':>24}{'predicted':>10}", end="")
-    print(f"{'step, ms':>22}{'predicted':>10}{'time to target, s':>24}")
+    print(f"{'step, ms':>24}{'predicted':>10}{'time to target, s':>24}")
     predictor = Predictor(calibration)
     for rule, batch in sorted({(one.rule, one.batch) for one in results}, reverse=True):
         same = [one for one in results if (one.rule, one.batch) == (rule, batch)]
@@ -267,8 +270,8 @@ def show(data: str, out: Path) -> None:
         predicted = predictor.predict(Target(STRATEGY, 2, batch)).step_seconds.median
         print(f"{min_max(steps, '.0f'):>24}", end="")
         print(f"{base_steps * learning.relative_steps(batch):>10.0f}", end="")
-        print(f"{min_max((1e3 * one.step_seconds for one in same), '.2f'):>22}", end="")
-        print(f"{1e3 * predicted:>10.2f}{min_max(each * seconds for each in steps):>24}")
+        print(f"{min_max((1e3 * one.step_seconds for one in same), '.1f'):>24}", end="")
+        print(f"{1e3 * predicted:>10.1f}{min_max(each * seconds for each in steps):>24}")
     for rules in (["noise"], ["noise", "linear"]):
         chosen = {key: time for key, time in times.items() if key[0] in rules}
         if ("noise", advised) in chosen:
