@@ -240,6 +240,7 @@ def test_findings_and_post_mortems_of_a_script_are_sent_once(tmp_path: Path) -> 
     update = follower.read_update()
     assert update is not None
     assert update["post_mortems"] == [["No rank has made progress for 61.0 s."]]
+    assert update["post_mortem_title"] == "Why training stopped"
     (text, is_fault), *_ = update["findings"]
     assert text.startswith("Straggler: rank 1 on node-a takes 12.50 ms per step")
     assert is_fault
@@ -263,11 +264,14 @@ def test_findings_of_a_running_script_are_those_so_far(
         update = follower.read_update()
         assert update is not None
         assert any("`Tensor.item" in text for text, _ in update["findings"])
-        reports = [{"event": "stop", "seconds": 9.0, "mismatches": [], "ranks": []}]
-        (profile.folder / "post-mortem.json").write_text(json.dumps({"reports": reports}))
-        monkeypatch.setattr(follower._script, "_next", 0.0)
-        update = follower.read_update()
-        assert update is not None
+        for event, title in [("hang", "Why training paused"), ("stop", "Why training stopped")]:
+            reports = [{"event": event, "seconds": 9.0, "mismatches": [], "ranks": []}]
+            (profile.folder / "post-mortem.json").write_text(json.dumps({"reports": reports}))
+            monkeypatch.setattr(follower._script, "_next", 0.0)
+            update = follower.read_update()
+            assert update is not None
+            # A script that runs may go on after a hang.
+            assert update["post_mortem_title"] == title
         assert update["post_mortems"] == [["The job was stopped after 9.00 s without progress."]]
 
 

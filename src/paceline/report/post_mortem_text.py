@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from paceline import formatting
@@ -19,6 +19,12 @@ SOURCE_PLACE = re.compile(r"\[/\S+:\d+\] ")
 
 Report = Mapping[str, Any]
 """One entry of `post_mortem` in result.json."""
+
+
+def title(reports: Sequence[Report], *, is_running: bool = False) -> str:
+    """Of all reports together; a job that runs may go on after a hang."""
+    may_resume = [is_pause(one) or (is_running and one["event"] == "hang") for one in reports]
+    return "Why training paused" if all(may_resume) else "Why training stopped"
 
 
 def headline(report: Report) -> str:

@@ -37,10 +37,14 @@ class ScriptState:
         """None: config.json was not read yet."""
         self._next = 0.0
         self._has_result = False
-        self._shown: dict[str, Any] = {"findings": [], "post_mortems": []}
+        self._shown: dict[str, Any] = {
+            "findings": [],
+            "post_mortems": [],
+            "post_mortem_title": "",
+        }
 
     def read_update(self) -> dict[str, Any]:
-        """`findings` and `post_mortems` if they have changed."""
+        """`findings`, `post_mortems` and `post_mortem_title` if they have changed."""
         if self._is_profile is None:
             self._is_profile = self._read_kind() == "profile"
         if self._has_result or not self._is_profile:
@@ -73,7 +77,9 @@ class ScriptState:
             settings = self._folder.read_settings()
             run = Run(self._folder, settings, read_so_far(self._folder, settings))
             reports = self._reports()
+        title = post_mortem_text.title(reports, is_running=not self._has_result)
         return {
+            "post_mortem_title": title if reports else "",
             "post_mortems": [_post_mortem(one) for one in reports],
             "findings": [[account(one), is_fault(one)] for one in find_in_script(run)],
         }

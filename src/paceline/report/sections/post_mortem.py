@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from paceline.report.document import Block, BulletList, Code, Details, Text
-from paceline.report.post_mortem_text import Report, headline, is_pause, lines
+from paceline.report.post_mortem_text import Report, headline, lines, title
 from paceline.report.sections.common import SectionContext, section
 
 
@@ -16,8 +16,7 @@ def _reports(context: SectionContext) -> list[tuple[str, Report]]:
 
 
 def _title(context: SectionContext) -> str:
-    are_pauses = all(is_pause(report) for _, report in _reports(context))
-    return "Why training paused" if are_pauses else "Why training stopped"
+    return title([report for _, report in _reports(context)])
 
 
 @section("post_mortem", _title)

@@ -19,6 +19,7 @@ const phases = new Map(); // Worker -> seconds by phase.
 document.getElementById("report").href = `/report/${path}`;
 // What a profiled script evaluates is not known.
 const isProfile = heading.dataset.kind === "profile";
+let postMortemTitle = "";
 document.getElementById("of-test").hidden = isProfile;
 
 function make(kind, attributes, text) {
@@ -196,9 +197,10 @@ function add(update) {
   for (const [rank, spent] of Object.entries(update.phases || {})) phases.set(Number(rank), spent);
   if (phases.size) drawPhases();
   if (update.findings) drawFound("findings", "Findings", update.findings.map(([text, isFault]) => [text, isFault ? "fault" : ""]));
+  postMortemTitle = update.post_mortem_title ?? postMortemTitle;
   if (update.post_mortems) {
     const lines = update.post_mortems.flatMap(([first, ...rest]) => [[first, "fault"], ...rest.map((text) => [text, ""])]);
-    drawFound("post-mortems", "Why training stopped", lines);
+    drawFound("post-mortems", postMortemTitle, lines);
   }
   show("running");
 }
