@@ -133,17 +133,51 @@ def test_the_last_event_of_a_rank_is_its_end(
     assert (last["event"], last["status"], last["cause"]) == ("end", status, cause)
 
 
-@pytest.mark.parametrize("flags", [(), ("--quiet",)])
+FAILS_FIRST = """
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+dist.barrier()
+if dist.get_rank() == 1:
+    raise ValueError("invalid flag")
+dist.barrier()
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "exit_code", "why"),
+    [
+        ((), 0, "the command must train"),
+        (("--quiet",), 0, "the command must train"),
+        ((), 7, "the program failed before its first one"),
+    ],
+)
 def test_a_command_without_training_is_passed_through(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], flags: Sequence[str]
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    flags: Sequence[str],
+    exit_code: int,
+    why: str,
 ) -> None:
-    assert profile(tmp_path, "sh", "-c", "echo out; echo err >&2; exit 7", flags=flags) == 7
+    program = f"echo out; echo err >&2; exit {exit_code}"
+    assert profile(tmp_path, "sh", "-c", program, flags=flags) == exit_code
     printed = capfd.readouterr()
     assert printed.out == "out\n"
     own, line = printed.err.splitlines()
     assert own == "err"
-    assert line.startswith("paceline: no training step was measured: the command must train")
+    assert line.startswith(f"paceline: no training step was measured: {why}")
     # The name can be used again.
+    assert not (tmp_path / "run").exists()
+
+
+def test_ranks_that_fail_before_their_first_step_leave_no_folder(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(FAILS_FIRST)
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    assert profile(tmp_path, sys.executable, *launcher, str(path), flags=()) == 1
+    assert "no training step was measured: the program failed before" in capfd.readouterr().err
     assert not (tmp_path / "run").exists()
 
 

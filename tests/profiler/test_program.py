@@ -39,6 +39,15 @@ def test_a_block_is_profiled(tmp_path: Path) -> None:
     assert result["workers"][0]["phases"]["backward"] > 0
 
 
+def test_a_block_without_steps_leaves_no_folder(tmp_path: Path) -> None:
+    with paceline.profile(out=str(tmp_path), name="own") as profile:
+        model()(torch.ones(1, 2))
+    assert profile.result is not None
+    (text,) = profile.result["warnings"]
+    assert text.startswith("no training step was measured")
+    assert not profile.folder.exists()
+
+
 def test_steps_of_a_loop_without_a_torch_optimizer(tmp_path: Path) -> None:
     weight = torch.ones(2, 2, requires_grad=True)
     net = model()

@@ -39,6 +39,11 @@ NO_STEPS = (
     " paceline.step(), in a Python environment that has paceline installed"
 )
 
+ENDED_BEFORE_STEPS = {
+    "failed": "no training step was measured: the program failed before its first one",
+    "stopped": "no training step was measured: the program was stopped before its first one",
+}
+
 LOSSES_IN_MEAN = 100
 """`final.train_loss` is the mean over this many of the last steps, as in `paceline train`."""
 
@@ -203,7 +208,7 @@ def write_result(
         result["command_seconds"] = command_seconds
     result["warnings"] = [
         *warnings,
-        *_warnings(folder, ranks),
+        *_warnings(folder, ranks, status),
         *communication.warnings(ranks[0].start["workers"] if ranks else 0),
     ]
     if post_mortem:
@@ -224,8 +229,14 @@ def write_result(
 
 
 def is_empty(result: Result) -> bool:
-    """Whether nothing was measured, and nothing failed that a post-mortem describes."""
-    return not result["workers"] and not result.get("post_mortem")
+    """Whether nothing was measured, and no rank waited for another one.
+
+    That a rank failed before its first step is for the program to say.
+    """
+    reports = result.get("post_mortem", ())
+    return not result["workers"] and all(
+        report["event"] == "death" and not report["mismatches"] for report in reports
+    )
 
 
 def discard_if_empty(folder: RunFolder, result: Result) -> None:
@@ -334,7 +345,7 @@ def _overhead(ranks: Iterable[RankRecord], node: Mapping[str, Any]) -> dict[str,
     return {"fraction": in_loop + sampler, "in_loop": in_loop, "sampler": sampler}
 
 
-def _warnings(folder: RunFolder, ranks: Sequence[RankRecord]) -> list[str]:
+def _warnings(folder: RunFolder, ranks: Sequence[RankRecord], status: str) -> list[str]:
     """What the ranks reported, each once, and ranks without records."""
     events = [event for rank in ranks for event in rank.events if event["event"] == "warning"]
     events += read_lines(folder.path / WARNINGS_FILE)
@@ -343,7 +354,7 @@ def _warnings(folder: RunFolder, ranks: Sequence[RankRecord]) -> list[str]:
         texts.append(f"the ranks started {starts} times: the result is that of the last start")
     # A script may take steps, but none of those that --steps selects.
     if not ranks and not any("steps" in event for event in events):
-        texts.append(NO_STEPS)
+        texts.append(ENDED_BEFORE_STEPS.get(status, NO_STEPS))
     known = {rank.rank for rank in ranks}
     world_size = ranks[0].start["workers"] if ranks else 0
     missing = [rank for rank in range(world_size) if rank not in known]

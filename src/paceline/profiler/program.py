@@ -28,7 +28,7 @@ from paceline.config import RunSettings
 from paceline.errors import RecordsError, RunError, UsageError, error_line
 from paceline.measure.sampler import ResourceSampler
 from paceline.profiler import FOLDER_VARIABLE, session
-from paceline.profiler.collection import settings_of_command, write_result
+from paceline.profiler.collection import discard_if_empty, settings_of_command, write_result
 from paceline.profiler.rank_log import find_rank
 from paceline.profiler.step_window import StepWindow
 from paceline.records import Result, RunFolder, default_name
@@ -90,6 +90,7 @@ def profile(
             warnings = [warning] if warning else []
             try:
                 profile.result = write_result(run_folder, settings, status, cause, warnings)
+                discard_if_empty(run_folder, profile.result)
             except (RunError, OSError) as error:
                 # The program goes on without the records.
                 sys.stderr.write(f"paceline: the records are incomplete: {error}\n")
