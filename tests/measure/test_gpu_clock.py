@@ -126,6 +126,22 @@ def test_arrive_waits_for_the_gpu(machine: Machine) -> None:
     assert (clock.arrive("other"), spent(clock)) == (150, {"backward": 50})
 
 
+def test_a_step_excludes_phases_in_the_time_of_the_gpu(machine: Machine) -> None:
+    clock = CudaPhaseClock(PhaseClock(), machine)
+    log = clock.start_log()
+    clock.begin_step("input")
+    machine.launch(2)
+    clock.enter("evaluate")
+    machine.launch(30)
+    clock.exclude("forward")
+    machine.launch(4)
+    clock.next_step("other")
+    assert machine.now == 100, "the program does not wait"
+    assert [*clock.step_seconds] == [6]
+    # In a log, a step begins after what it excludes.
+    assert [(span.began, span.ended) for span in log.steps] == [(132, 136)]
+
+
 def test_exposed_communication_lasts_as_long_as_on_the_gpu(machine: Machine) -> None:
     clock = CudaPhaseClock(PhaseClock(), machine)
     machine.launch(6)

@@ -210,6 +210,14 @@ def plain(rank: int, clock: PhaseClock) -> list[Tensor]:
     return results
 
 
+def in_evaluation(rank: int, clock: PhaseClock) -> list[Tensor]:
+    """All functions of torch.distributed, in an evaluation."""
+    clock.enter("evaluate")
+    results = plain(rank, clock)
+    clock.enter("other")
+    return results
+
+
 def functional_collectives(rank: int, clock: PhaseClock) -> list[Tensor]:
     mine = torch.arange(8.0) + rank
     world = list(range(dist.get_world_size()))

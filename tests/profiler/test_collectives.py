@@ -308,3 +308,10 @@ def test_killed_ranks_leave_what_they_waited_in(tmp_path: Path) -> None:
     (logs,) = read_logs(tmp_path)
     assert [len(log.records) for log in logs.values()] == [2, 1]
     assert len(logs[0].unfinished) or logs[0].records[-1]["flags"] & FAILED
+
+
+def test_communication_of_an_evaluation_is_part_of_it(pool: WorkerPool, tmp_path: Path) -> None:
+    _, logs, phases = record(pool, tmp_path, programs.in_evaluation)
+    for rank, spent in enumerate(phases):
+        assert spent["exchange"] == 0
+        assert spent["evaluate"] > exposed(logs[rank].records).seconds > 0

@@ -522,6 +522,43 @@ def test_checkpoints_are_a_phase_of_their_own(tmp_path: Path) -> None:
     assert measured.record.last["checkpoints"] == 2
 
 
+def test_a_step_is_as_long_as_its_phases(tmp_path: Path) -> None:
+    """Evaluation and checkpoints after the request for a batch, and in the middle of a step."""
+    net = model()
+    optimizer = sgd(net)
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            for inputs, _ in loader(2):
+                net(inputs)
+
+    with profiled(tmp_path) as measured:
+        for _ in range(3):
+            for number, batch in enumerate(loader(4)):
+                if number == 1:
+                    evaluate()
+                    torch.save(net.state_dict(), tmp_path / "saved")
+                    evaluate()
+                optimizer.zero_grad()
+                loss = loss_of(net, *batch)
+                if number == 2:
+                    torch.save(net.state_dict(), tmp_path / "saved")
+                loss.backward()
+                optimizer.step()
+                # Up to the end of the step.
+                clock = measured.session.tracker.clock
+                spent, steps = dict(clock.seconds), clock.step_seconds[1:]
+            evaluate()
+    outside = spent["evaluate"] + spent["checkpoint"]
+    since_first = clock.started + sum(spent.values()) - measured.log.steps[0].ended
+    assert len(steps) == 3 * 4 - 1
+    assert sum(steps) + outside == pytest.approx(since_first)
+    # Evaluations and checkpoints follow each other, and each is noted once, also the last one.
+    phases = measured.record.last["phases"]
+    noted = sum(end - begin for begin, end in measured.record.interruptions)
+    assert noted == pytest.approx(phases["evaluate"] + phases["checkpoint"], abs=1e-5)
+
+
 def test_input_of_worker_processes(tmp_path: Path) -> None:
     net = model()
     optimizer = sgd(net)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from paceline.profiler.collectives.communication import RankCommunication
 from paceline.profiler.collectives.log import (
     EXPOSED,
     ON_GPU,
@@ -234,3 +236,17 @@ def test_ends_of_overlapped_collectives_are_estimated_from_exact_ones(tmp_path: 
     log.close()
     (logs,) = read_logs(tmp_path)
     assert logs[0].records["end"].tolist() == [11.0, 21.0, 30.5]
+
+
+def test_waiting_in_an_evaluation_is_not_waiting_in_steps(tmp_path: Path) -> None:
+    early = [("all_reduce", 1.0, 3.0, 1.0, 3.0), ("all_reduce", 5.0, 9.0, 5.0, 9.0)]
+    late = [("all_reduce", 2.0, 3.0, 2.0, 3.0), ("all_reduce", 8.0, 9.0, 8.0, 9.0)]
+    logs = logs_of(tmp_path, early, late)
+    own = RankCommunication(logs[0], separate_waits(logs))
+    for interruptions, waited in [([], 4.0), ([[4.0, 7.0]], 2.0), ([[0.0, 0.5], [4.0, 20.0]], 1.0)]:
+        phases = {"exchange": 6.0, "wait": 0.0}
+        worker: dict[str, Any] = {"phases": {**phases}, "after_first": {"phases": {**phases}}}
+        moments = {"start": 0.0, "first": 0.2, "last": 10.0}
+        own.account(worker, moments, logs[0].records, interruptions)
+        for account in (worker, worker["after_first"]):
+            assert account["phases"]["wait"] == pytest.approx(waited)

@@ -36,9 +36,9 @@ MAX_PENDING_MARKS = 4096
 ANCHOR_SECONDS = 0.1
 """Interval at which the clocks of GPU and program are compared; they drift by about 2 us in it."""
 
-MarkEvent = Literal["begin", "end", "next", "exposed"] | None
-"""What a mark is besides a phase change: begin or end of a step, or both; "exposed" is the end of
-exposed communication."""
+MarkEvent = Literal["begin", "end", "next", "exposed", "excluded"] | None
+"""What a mark is besides a phase change: begin or end of a step, or both; the end of exposed
+communication, or of a phase that is not part of the step."""
 
 
 @dataclass(slots=True)
@@ -115,6 +115,8 @@ class PhaseClock:
         self._step_seconds = array("d")
         self._steps_taken = 0
         self._step_began = self.started
+        self._excluded_until = 0.0
+        """End of the last phase that is not part of its step: a log has the step from there on."""
         self.startup = StartupTimer(self.started)
         self.log: PhaseLog | None = None
         """The current or last log; phases may still be relabeled after logging stops."""
@@ -181,12 +183,20 @@ class PhaseClock:
         self._step_began = self.enter(phase)
         return self._step_began
 
+    def exclude(self, phase: str) -> tuple[float, float]:
+        """Enter `phase`; the one that ends is not part of the step. Returns when it was."""
+        began, now = self._since, self.enter(phase)
+        self._step_began += now - began
+        self._excluded_until = now
+        return began, now
+
     def end_step(self, phase: str) -> float:
         """Enter `phase` and end the step."""
         now = self.enter(phase)
         self._step_seconds.append(now - self._step_began)
         if self._active_log is not None:
-            self._active_log.steps.append(Span("step", self._step_began, now))
+            began = max(self._step_began, self._excluded_until)
+            self._active_log.steps.append(Span("step", began, now))
         return now
 
     def next_step(self, phase: str) -> float:
@@ -347,6 +357,10 @@ class CudaPhaseClock(PhaseClock):
     def begin_step(self, phase: str) -> float:
         return self._enter(phase, event="begin")
 
+    def exclude(self, phase: str) -> tuple[float, float]:
+        began = self._since
+        return began, self._enter(phase, event="excluded")
+
     def end_step(self, phase: str) -> float:
         return self._enter(phase, event="end")
 
@@ -442,10 +456,14 @@ class CudaPhaseClock(PhaseClock):
             log.phases.append(Span(pending.phase, self._origin + began, self._origin + self._now))
         if event == "begin":
             self._step_began = self._now
+        elif event == "excluded":
+            self._step_began += seconds
+            self._excluded_until = self._now
         elif event in ("end", "next"):
             self._step_seconds.append(self._now - self._step_began)
             if log is not None:
-                span = Span("step", self._origin + self._step_began, self._origin + self._now)
+                step_began = max(self._step_began, self._excluded_until)
+                span = Span("step", self._origin + step_began, self._origin + self._now)
                 log.steps.append(span)
             if event == "next":
                 self._step_began = self._now

@@ -101,6 +101,11 @@ class RankRecord:
         return {"start": started, "first": started + first, "last": started + self.wall_seconds}
 
     @property
+    def interruptions(self) -> list[list[float]]:
+        """Evaluation and checkpoints, by its clock: communication in them is part of them."""
+        return [each for block in self.blocks for each in block.get("interruptions", ())]
+
+    @property
     def host_to_device(self) -> dict[str, float] | None:
         """Copies to the GPU by all lines; None if there are none."""
         facts = [one for one in self.events if "copies" in one]
@@ -271,7 +276,7 @@ def make_workers(
             records = own.log.records
             if not rank.has_finished:
                 records = joined_records(communication.logs, own.log)
-            own.account(worker, moments, records)
+            own.account(worker, moments, records, rank.interruptions)
         if not rank.has_finished:
             # Of a rank on another machine, the end is not known.
             ended = ends.get(rank.start["process"], 0.0) - rank.start["perf_counter_offset"]

@@ -98,7 +98,7 @@ class RankLog:
         """Write what is left, and how the process ended."""
         if not (self._losses or self._events):
             return
-        tracker.clock.enter(tracker.clock.phase)
+        tracker.count_phase()
         if self._block is not None:
             self._write(tracker)
         # Without new steps, too: the totals have changed.
@@ -148,6 +148,7 @@ class RankLog:
             phases=self._phases(clock.known_seconds),
             measuring_seconds=round(self.costs.seconds(tracker), 6),
             **values,
+            **({"interruptions": taken} if (taken := tracker.take_interruptions()) else {}),
         )
         self._first += len(losses)
         self._written = perf_counter()

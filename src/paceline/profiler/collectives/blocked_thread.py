@@ -10,6 +10,7 @@ import torch
 from paceline.measure.phase_clock import PhaseClock
 from paceline.profiler.collectives.log import CollectiveLog
 from paceline.profiler.tracking.event_queue import Guard
+from paceline.profiler.tracking.step_tracker import OUTSIDE
 
 
 class Program(Protocol):
@@ -36,7 +37,7 @@ class BlockedThread:
         self.section: list[tuple[CollectiveLog, int]] | None = None
         """The collectives of a C++ function that waits for them, while it runs."""
         self._section_began = self._entered = 0.0
-        self._before_section = ""
+        self._before_section: str | None = None
         self._guard = guard
         self.enter = guard(self._enter)
         self.leave = guard(self._leave)
@@ -45,6 +46,7 @@ class BlockedThread:
         """Enter phase exchange; returns the phase before it, or None if the thread is not blocked.
 
         A thread of the autograd engine blocks the program, which waits for the backward pass.
+        Communication of evaluation and of checkpoints is part of them.
         """
         if not self.program.is_in_thread() and torch._C._current_graph_task_id() == -1:
             return None
@@ -52,12 +54,13 @@ class BlockedThread:
         before = clock.phase
         if before == "exchange":
             return None
-        self._entered = clock.enter("exchange")
+        if before not in OUTSIDE:
+            self._entered = clock.enter("exchange")
         return before
 
     def _leave(self, before: str | None) -> float:
         """Return to the phase before; returns the time."""
-        if before is None:
+        if before is None or before in OUTSIDE:
             return perf_counter()
         now = self.program.clock.enter(before)
         self.program.note_exposed(before, now - self._entered)
@@ -67,8 +70,8 @@ class BlockedThread:
         """The program is blocked from the first collective of a section to the end of it."""
         if self.section is not None and self.program.is_in_thread():
             if not self.section:
-                self._before_section = self.program.clock.phase
-                self._section_began = self.program.clock.enter("exchange")
+                self._section_began = perf_counter()
+                self._before_section = self._enter()
             self.section.append((log, position))
 
     def make_section(self, original: Any) -> Any:
@@ -85,8 +88,7 @@ class BlockedThread:
         def end() -> None:
             records, self.section = self.section, None
             if records:
-                now = self.program.clock.enter(self._before_section)
-                self.program.note_exposed(self._before_section, now - self._section_began)
+                now = self._leave(self._before_section)
                 for log, position in records:
                     if not log.ended(position):
                         log.end(position, now)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from paceline.profiler.collectives.log import (
 )
 from paceline.profiler.collectives.sampling import Sampling, recorded, sampling_of
 from paceline.profiler.collectives.waiting import (
+    Intervals,
     Mismatch,
     Waits,
     exposed,
@@ -47,21 +48,28 @@ class RankCommunication:
     waits: Waits
 
     def account(
-        self, worker: dict[str, Any], moments: Mapping[str, float], records: Records
+        self,
+        worker: dict[str, Any],
+        moments: Mapping[str, float],
+        records: Records,
+        interruptions: Sequence[Sequence[float]] = (),
     ) -> None:
         """Add it to the entry of the rank in `workers` of result.json.
 
         `moments` are the start, and the ends of the first step and of the last one, in the rank's
-        clock. `records` are those of its log that count as communication.
+        clock. `records` are those of its log that count as communication. In `interruptions`,
+        communication is part of evaluation or of a checkpoint.
         """
         rank, counted = self.log.rank, recorded(records)
         start, first, last = moments["start"], moments["first"], moments["last"]
         records = counted[(counted["arrival"] >= start) & (counted["arrival"] <= last)]
         sampling = sampling_of(self.log, last)
-        waiting = self._sampled_wait(records, sampling, worker["phases"]["exchange"], last)
+        exchange_seconds = worker["phases"]["exchange"]
+        waited = self.waits.waited[rank].without(interruptions)
+        waiting = self._sampled_wait(records, sampling, exchange_seconds, last, interruptions)
         for account, began in ((worker, start), (worker["after_first"], first)):
             exposed_seconds = account["phases"]["exchange"]
-            self._move_waits(account["phases"], began, last, waiting)
+            _move_waits(account["phases"], waited, began, last, waiting)
             account["hidden_exchange_seconds"] = sum(
                 weight * _overlapped(part, began, last, exposed_seconds)
                 for part, weight in sampling.parts(counted)
@@ -81,33 +89,46 @@ class RankCommunication:
             ]
 
     def _sampled_wait(
-        self, records: Records, sampling: Sampling, exchange_seconds: float, last: float
+        self,
+        records: Records,
+        sampling: Sampling,
+        exchange_seconds: float,
+        last: float,
+        interruptions: Sequence[Sequence[float]],
     ) -> tuple[float, float]:
         """When a rank first did not record, and how long this rank waited from then on.
 
         Waiting is known in collectives that all ranks recorded: it is the same share of the others.
         `exchange_seconds`: what the clock measured, and estimated in pauses.
         """
+
+        def in_steps(all_of_them: Intervals) -> float:
+            return all_of_them.without(interruptions).within(since, last)
+
         rank = self.log.rank
         since = self.waits.incomplete_since[rank]
         if sampling.began <= since:
             since, spent = sampling.began, exchange_seconds - sampling.exchange_seconds
         else:
-            spent = exposed(records).within(since, last) if since < last else 0.0
+            spent = in_steps(exposed(records)) if since < last else 0.0
         if since >= last:
             return math.inf, 0.0
-        compared = self.waits.compared[rank].within(since, last)
-        waited = self.waits.waited[rank].within(since, last)
+        compared, waited = in_steps(self.waits.compared[rank]), in_steps(self.waits.waited[rank])
         return since, max(0.0, spent) * (waited / compared if compared else 0.0)
 
-    def _move_waits(
-        self, phases: dict[str, float], began: float, ended: float, sampled: tuple[float, float]
-    ) -> None:
-        since, seconds = sampled
-        seconds += self.waits.waited[self.log.rank].within(began, max(began, min(ended, since)))
-        seconds = min(seconds, phases["exchange"])
-        phases["exchange"] -= seconds
-        phases["wait"] += seconds
+
+def _move_waits(
+    phases: dict[str, float],
+    waited: Intervals,
+    began: float,
+    ended: float,
+    sampled: tuple[float, float],
+) -> None:
+    since, seconds = sampled
+    seconds += waited.within(began, max(began, min(ended, since)))
+    seconds = min(seconds, phases["exchange"])
+    phases["exchange"] -= seconds
+    phases["wait"] += seconds
 
 
 def _overlapped(records: Records, began: float, ended: float, exposed_seconds: float) -> float:

@@ -90,6 +90,19 @@ class Intervals:
         """The part between two times, in seconds."""
         return float(self.between([began, ended])[0])
 
+    def without(self, others: Sequence[Sequence[float]]) -> Intervals:
+        """What is not in any of the given intervals, which begin and end at these times."""
+        began, ended = self.began, self.ended
+        for other_began, other_ended in others:
+            if not np.any((began < other_ended) & (ended > other_began)):
+                continue
+            parts = (began, np.minimum(ended, other_began)), (np.maximum(began, other_ended), ended)
+            began, ended = (np.concatenate(each) for each in zip(*parts, strict=True))
+            order = np.flatnonzero(began < ended)
+            order = order[np.argsort(began[order], kind="stable")]
+            began, ended = began[order], ended[order]
+        return Intervals(began, ended)
+
     def between(self, boundaries: Sequence[float] | Floats) -> Floats:
         """The part between each boundary and the next, in seconds."""
         return np.diff(self.until(np.asarray(boundaries, dtype=np.float64)))

@@ -14,7 +14,8 @@ Some phases are known only when the next one begins: `_relabel` changes the one 
 
 A step ends with an optimizer's step. If a script has several optimizers, such as a GAN, it ends
 with the one that steps last in an iteration, or with the request for the next batch. The time until
-the next step belongs to that step, except for evaluation and checkpoints between the two.
+the next step belongs to that step, except for evaluation and checkpoints: a step is as long as its
+other phases.
 
 Functions that torch calls append events to a queue (notes.py), and the methods here interpret them.
 `clock` is up to date with all that was noted.
@@ -37,6 +38,8 @@ from paceline.profiler.tracking.event_queue import EventQueue, Guard
 
 NOT_INTERRUPTED = frozenset(("input", "backward", "checkpoint"))
 """Phases that contain whatever a script does in them."""
+OUTSIDE = frozenset(("evaluate", "checkpoint"))
+"""Phases that are not part of a step."""
 NO_MODEL = frozenset(("other", "update", "evaluate"))
 """Phases in which the call of a module may begin another phase."""
 
@@ -100,8 +103,10 @@ class StepTracker:
         self._phase_after_update = "other"
         self._computes = False
         """Whether the step has called a model."""
-        self._is_interrupted = True
-        """Whether evaluation, a checkpoint or startup preceded the step."""
+        self._has_begun = False
+        """Whether the first step has; until then, it is startup."""
+        self.interruptions: list[tuple[float, float]] = []
+        """Evaluation and checkpoints since the last call of `take_interruptions`."""
         self._is_after_backward = False
         self._has_batch = False
         """Whether a batch arrived and no model was called since."""
@@ -135,13 +140,43 @@ class StepTracker:
         """The clock's marks must not become part of a CUDA graph."""
         return self._is_on_gpu and torch.cuda.is_current_stream_capturing()
 
-    def _enter_after_interruption(self, phase: str) -> None:
-        """Enter a phase of the step; it begins the step unless that has begun."""
-        if self._computes:
-            self._clock.enter(phase)
+    def _enter(self, phase: str) -> None:
+        """Enter a phase of the step."""
+        clock = self._clock
+        if clock.phase in OUTSIDE:
+            self._exclude(phase)
+            if self.steps or self._computes:
+                return
+        elif self._has_begun:
+            clock.enter(phase)
+            return
+        # What precedes the first step is startup, and so is evaluation without training.
+        self._has_begun = True
+        clock.begin_step(phase)
+
+    def _exclude(self, phase: str) -> None:
+        """Enter a phase; the one that ends is not part of the step."""
+        self.interruptions.append(self._clock.exclude(phase))
+
+    def _interrupt(self, phase: str) -> None:
+        """Enter a phase that is not part of the step."""
+        if self._clock.phase in OUTSIDE:
+            self._exclude(phase)
         else:
-            self._is_interrupted = False
-            self._clock.begin_step(phase)
+            self._clock.enter(phase)
+
+    def count_phase(self) -> None:
+        """Count the current phase up to now, and continue it."""
+        phase = self.clock.phase
+        if phase in OUTSIDE:
+            self._exclude(phase)
+        else:
+            self._clock.enter(phase)
+
+    def take_interruptions(self) -> list[tuple[float, float]]:
+        """Evaluation and checkpoints that ended since the last call: when they were."""
+        taken, self.interruptions = self.interruptions, []
+        return taken
 
     def _relabel(self, phase: str) -> None:
         """Change the phase that is about to end."""
@@ -159,7 +194,7 @@ class StepTracker:
         if self._maybe_evaluation and phase == "forward":
             # No backward pass followed.
             self._relabel("evaluate")
-            self._is_interrupted, self._computes = True, False
+            self._computes = False
         self._maybe_evaluation = False
         if self._others and self._iterator is iterator:
             # The iteration is over without a step of the optimizer that usually ends it.
@@ -169,10 +204,7 @@ class StepTracker:
             self._enter_evaluation()
             return False
         self._is_after_backward = False
-        if self._is_interrupted:
-            self._enter_after_interruption("input")
-        else:
-            self._clock.enter("input")
+        self._enter("input")
         return True
 
     def end_input(self, iterator: Callable[[], object], samples: int | None) -> None:
@@ -190,8 +222,7 @@ class StepTracker:
 
     def _enter_evaluation(self) -> None:
         if self._clock.phase != "evaluate":
-            self._clock.enter("evaluate")
-            self._is_interrupted = True
+            self._interrupt("evaluate")
 
     def call_model(self, reference: ref[nn.Module], trains: bool, is_training: bool) -> None:
         """`trains`: gradients are computed, or the model is in training mode (`is_training`)."""
@@ -206,14 +237,10 @@ class StepTracker:
         if trains:
             if phase == "evaluate" and self._has_teacher(model):
                 self._relabel("forward")
-                self._is_interrupted = False
             self._evaluation_iterator = nothing
             self._maybe_evaluation = not is_training and not self._stepping
             self._is_after_backward = False
-            if self._is_interrupted:
-                self._enter_after_interruption("forward")
-            else:
-                clock.enter("forward")
+            self._enter("forward")
             self._computes = True
         elif phase != "evaluate":
             if has_batch:
@@ -245,10 +272,7 @@ class StepTracker:
         if phase == "other":
             # A compiled function or a functional model is not called as a module.
             self._relabel("forward")
-        if self._is_interrupted:
-            self._enter_after_interruption("backward")
-        else:
-            self._clock.enter("backward")
+        self._enter("backward")
         self._computes = True
         if not accumulates:
             return phase
@@ -305,10 +329,7 @@ class StepTracker:
         if self._is_after_backward and phase == "other":
             # Unscaling and clipping of gradients.
             self._relabel("update")
-        if self._is_interrupted:
-            self._enter_after_interruption("update")
-        else:
-            self._clock.enter("update")
+        self._enter("update")
 
     def _use_device_of(self, optimizer: Optimizer | None) -> None:
         device = self._device_of(optimizer)
@@ -361,13 +382,13 @@ class StepTracker:
 
     def end_step(self, phase: str = "other") -> None:
         """End the step; the next one begins now unless evaluation or a checkpoint comes first."""
-        if self._is_interrupted:
-            self._enter_after_interruption("other")
+        if self._clock.phase in OUTSIDE or not self._has_begun:
+            self._enter("other")
         self._clock.next_step(phase)
         if self._is_on_gpu:
             # Steps before a capture are often executed on another stream than later ones.
             self._clock.use_current_stream()
-        self._computes = self._is_interrupted = self._is_after_backward = False
+        self._computes = self._is_after_backward = False
         self._others.clear()
         self.parts_of_first += not self.steps
         self.steps += 1
@@ -390,10 +411,7 @@ class StepTracker:
         """A CUDA graph is launched; which phases it contains is not known."""
         if self.clock.phase != "other" or not self.is_in_thread():
             return
-        if self._is_interrupted:
-            self._enter_after_interruption("forward")
-        else:
-            self.clock.enter("forward")
+        self._enter("forward")
         self._computes, self._has_batch = True, False
         self.samples += self._samples_ahead
         self._samples_ahead = 0
@@ -403,10 +421,10 @@ class StepTracker:
         phase = self.clock.phase
         if phase == "checkpoint" or not self.is_in_thread():
             return None
-        self.clock.enter("checkpoint")
+        self._interrupt("checkpoint")
         self.checkpoints += 1
-        self._is_interrupted = True
         return phase
 
     def end_checkpoint(self, phase: str) -> None:
-        self.clock.enter(phase)
+        self.events.flush()
+        self._exclude(phase)
