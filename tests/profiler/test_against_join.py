@@ -17,6 +17,10 @@ from paceline.analysis.phases import run_iteration_breakdown
 from paceline.analysis.run import open_run
 
 STEPS, BATCH = 6, 2
+TRACKING = [
+    f"paceline.profiler.tracking.{name}" for name in ("event_queue", "notes", "step_tracker")
+]
+"""Modules that read the time for phases."""
 
 
 class Clock:
@@ -35,13 +39,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    tracking = "paceline.profiler.tracking"
-    for module in (
-        "paceline.measure.phase_clock",
-        f"{tracking}.event_queue",
-        f"{tracking}.hooks",
-        f"{tracking}.step_tracker",
-    ):
+    for module in ("paceline.measure.phase_clock", *TRACKING):
         monkeypatch.setattr(f"{module}.perf_counter", clock)
     return clock
 
