@@ -91,6 +91,12 @@ def test_bucket_sizes_below_the_size_of_the_model_are_compared() -> None:
     assert [*option_variants(known, chosen)] == [chosen.options]
 
 
+def test_the_command_repeats_the_settings_of_the_runs() -> None:
+    settings = {"data": "mnist", "model_options": {"width": "2"}, "optimizer": "adamw"}
+    words = command(replace(calibration(), settings=settings), Target("ring", 2, 64))
+    assert "--model lenet --data mnist --model-options width=2 --optimizer adamw" in words
+
+
 def test_the_command_has_flags_that_exist() -> None:
     target = Target("ddp", 8, 64, {"bucket_mib": "8"}, hosts=4, link=LINK)
     words = command(calibration(), target).split()

@@ -101,6 +101,14 @@ def test_runs_and_comm_records_make_a_calibration(root: Path) -> None:
     assert len(found.residuals) == 2
 
 
+def test_the_calibration_keeps_the_settings_of_the_job(tmp_path: Path) -> None:
+    write(tmp_path, "run", 1, 64, data="mnist", optimizer="adamw", seed=3)
+    found = calibrate([str(tmp_path)])
+    assert found.settings == {"data": "mnist", "optimizer": "adamw"}
+    found.write(tmp_path / "calibration.json")
+    assert calibrate([str(tmp_path / "calibration.json")]) == found
+
+
 def test_ready_times_come_from_runs_that_measured_them(root: Path) -> None:
     path = write(root, "two-overlap", 2, 64, strategy="overlap") / "result.json"
     result = json.loads(path.read_text())

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from paceline.config import to_argv
 from paceline.errors import NoPredictionError
 from paceline.plan.batch_size import BatchAdvice, advise_batch, batch_sizes
 from paceline.plan.calibration import Calibration
@@ -59,6 +60,39 @@ class Advice:
         }
 
 
+class _Scan:
+    """Predictions with few bootstrap samples, which candidates are compared by."""
+
+    def __init__(self, calibration: Calibration, price_per_worker_hour: float | None) -> None:
+        self.found: list[Candidate] = []
+        self._calibration, self._price = calibration, price_per_worker_hour
+        self._predictor = Predictor(calibration, SCAN_SAMPLES)
+        self._error: NoPredictionError | None = None
+
+    def add(self, variants: Iterable[Target]) -> list[Candidate]:
+        """Predict variants, and return those that can be predicted."""
+        added = []
+        for variant in variants:
+            try:
+                prediction = self._predictor.predict(variant)
+            except NoPredictionError as missing:
+                self._error = self._error or missing
+                continue
+            score = _score(self._calibration, prediction, self._price)
+            added.append(Candidate(prediction, score))
+        self.found += added
+        return added
+
+    def ranked(self) -> list[Candidate]:
+        """The best first; without codecs, unless there are no others."""
+        if not self.found:
+            raise self._error or NoPredictionError(
+                "cannot recommend: choose other --strategy or --workers"
+            )
+        exact = [each for each in self.found if is_exact(each.prediction.target.options)]
+        return sorted(exact or self.found, key=_rank)
+
+
 def advise(
     calibration: Calibration,
     targets: Sequence[Target],
@@ -66,38 +100,15 @@ def advise(
     runners_up: int = 3,
 ) -> Advice:
     """Choose among targets, and variants of them with other options and batch sizes."""
-    scan, predictor = Predictor(calibration, SCAN_SAMPLES), Predictor(calibration)
-    found: list[Candidate] = []
-    error: NoPredictionError | None = None
-
-    def add(variants: Iterable[Target]) -> list[Candidate]:
-        nonlocal error
-        added = []
-        for variant in variants:
-            try:
-                prediction = scan.predict(variant)
-            except NoPredictionError as missing:
-                error = error or missing
-                continue
-            score = _score(calibration, prediction, price_per_worker_hour)
-            added.append(Candidate(prediction, score))
-        found.extend(added)
-        return added
-
+    scan, predictor = _Scan(calibration, price_per_worker_hour), Predictor(calibration)
     by_batch: dict[tuple[str, int], list[Candidate]] = {}
     for target in targets:
-        sized = add(_with_batch_sizes(calibration, target))
+        sized = scan.add(_with_batch_sizes(calibration, target))
         if sized:
             by_batch[target.strategy, target.workers] = sized
             fastest = min(sized, key=lambda one: one.score).prediction.target
-            add(_with_options(calibration, fastest))
-    has_exact = any(is_exact(each.prediction.target.options) for each in found)
-    if not found:
-        raise error or NoPredictionError("cannot recommend: choose other --strategy or --workers")
-    ranked = sorted(
-        (each for each in found if is_exact(each.prediction.target.options) or not has_exact),
-        key=_rank,
-    )
+            scan.add(_with_options(calibration, fastest))
+    ranked = scan.ranked()
     best = ranked[0]
     others: dict[tuple[str, int], Candidate] = {}
     for each in ranked:
@@ -105,7 +116,12 @@ def advise(
     own = best.prediction.target
     del others[own.strategy, own.workers]
     chosen = predictor.predict(own)
-    sizes = [one.prediction for one in by_batch[own.strategy, own.workers]]
+    batch = None
+    if (learning := calibration.learning) is not None and own.scaling == "strong":
+        sizes = [one.prediction for one in by_batch[own.strategy, own.workers]]
+        is_known = learning.batch_size >= own.workers
+        base = predictor.predict(replace(own, samples=learning.batch_size)) if is_known else None
+        batch = advise_batch(learning, chosen, base, sizes)
     exposed = chosen.exposed_communication.median
     return Advice(
         chosen,
@@ -116,10 +132,8 @@ def advise(
         price_per_worker_hour,
         "communication" if exposed > 0.5 else "compute",
         command(calibration, own),
-        _with_codec(found, best, predictor),
-        advise_batch(calibration.learning, chosen, sizes)
-        if calibration.learning is not None and own.scaling == "strong"
-        else None,
+        _with_codec(scan.found, best, predictor),
+        batch,
     )
 
 
@@ -170,7 +184,7 @@ def command(calibration: Calibration, target: Target) -> str:
     """The command that trains as recommended."""
     if calibration.script is not None:
         return _script_command(calibration.script, target)
-    words = ["paceline", "train", "--model", calibration.model]
+    words = ["paceline", "train", "--model", calibration.model, *to_argv(calibration.settings)]
     words += ["--strategy", target.strategy if target.workers > 1 else "single"]
     for key, value in target.options.items():
         words += ["-o", f"{key}={value}"]

@@ -44,8 +44,13 @@ def batch_sizes(learning: Learning, asked: int, workers: int) -> list[int]:
     return sorted(size for size in sizes | {asked} if size >= workers)
 
 
-def advise_batch(learning: Learning, best: Prediction, sizes: Sequence[Prediction]) -> BatchAdvice:
-    """Explain the choice of `best`; `sizes` has the same strategy and workers, by batch size."""
+def advise_batch(
+    learning: Learning, best: Prediction, base: Prediction | None, sizes: Sequence[Prediction]
+) -> BatchAdvice:
+    """Explain the choice of `best`, compared to `base` with the batch size of the run.
+
+    `sizes` has predictions for the same strategy and workers, by batch size.
+    """
     batch = best.target.samples
     ends = learning.interval
     steps = [learning.relative_steps(batch, scale) for scale in (None, *ends)]
@@ -54,7 +59,6 @@ def advise_batch(learning: Learning, best: Prediction, sizes: Sequence[Predictio
         min(steps) * best.step_seconds.low,
         max(steps) * best.step_seconds.high,
     )
-    base = next((one for one in sizes if one.target.samples == learning.batch_size), None)
     relative = None
     if base is not None:
         # Errors of the step time are common to both batch sizes.

@@ -33,7 +33,8 @@ class Learning:
     """Test loss that the run reached."""
     learning_rate: float | None = None
     """None if the schedule has several rates, or if unknown."""
-    optimizer: str = "sgd"
+    optimizer: str | None = "sgd"
+    """None if unknown, as that of a script."""
     source: str = ""
     """Folder of the run."""
 
@@ -50,7 +51,8 @@ class Learning:
         return steps_to_loss(1.0, self.batch_size, batch, scale)
 
     def rate_factor(self, batch: float) -> float:
-        return learning_rate_factor(batch, self.batch_size, self.noise_scale, self.optimizer)
+        optimizer = self.optimizer or "sgd"
+        return learning_rate_factor(batch, self.batch_size, self.noise_scale, optimizer)
 
     def scaled_rate(self, batch: float) -> float | None:
         return None if self.learning_rate is None else self.learning_rate * self.rate_factor(batch)
@@ -58,6 +60,8 @@ class Learning:
     @property
     def rate_rule(self) -> str:
         factor = f"(1 + N / {self.batch_size:,}) / (1 + N / batch)"
+        if self.optimizer is None:
+            return f"{factor} with SGD, the square root of that with Adam"
         return factor if self.optimizer == "sgd" else f"the square root of {factor}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -66,26 +70,24 @@ class Learning:
 
 def learning_of(runs: Sequence[Run]) -> Learning | None:
     """Of the run that measured the noise scale in the most steps; None if none did."""
-    best: tuple[int, Learning] | None = None
-    for run in runs:
-        config = run.settings.config
-        scale = whole_run(read_noise_samples(run.folder.events_file(0)))
-        if config is None or scale is None or not scale.value:
-            continue
-        if best is not None and scale.measurements <= best[0]:
-            continue
-        best = (
-            scale.measurements,
-            Learning(
-                scale.value,
-                config.global_batch_size,
-                scale.low,
-                scale.high,
-                run.iterations,
-                run.final("test_loss"),
-                None if config.schedule == "steps" else config.lr * config.learning_rate_scale,
-                config.optimizer,
-                str(run.folder.path),
-            ),
-        )
-    return None if best is None else best[1]
+    scales = [(whole_run(read_noise_samples(run.folder.events_file(0))), run) for run in runs]
+    known = [(scale, run) for scale, run in scales if scale is not None and scale.value]
+    if not known:
+        return None
+    scale, run = max(known, key=lambda one: one[0].measurements)
+    assert scale.value is not None, "checked above"
+    config = run.settings.config if run.settings.kind == "train" else None
+    rate = None
+    if config is not None and config.schedule != "steps":
+        rate = config.lr * config.learning_rate_scale
+    return Learning(
+        scale.value,
+        round(scale.batch),
+        scale.low,
+        scale.high,
+        run.iterations,
+        run.final("test_loss"),
+        rate,
+        None if config is None else config.optimizer,
+        str(run.folder.path),
+    )

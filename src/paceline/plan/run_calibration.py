@@ -19,6 +19,7 @@ from paceline.analysis.contention import other_processes_share
 from paceline.analysis.events import read_iterations
 from paceline.analysis.run import Run
 from paceline.analysis.validation import is_number
+from paceline.config import non_default_values
 from paceline.errors import MissingMeasurementError, UsageError
 from paceline.plan.calibration import (
     COMPUTE_PHASES,
@@ -43,6 +44,8 @@ UPDATES_ELSEWHERE = ("sharded", "shared", "parameter_server", "fsdp")
 """Strategies whose workers do not update all weights."""
 COMPUTE_SETTINGS = ("precision", "accumulate", "compile", "optimizer")
 """Settings that change the compute time of a step."""
+TASK_SETTINGS = ("data", "model_options", "context", "augment", "momentum")
+"""Other settings that a recommended command repeats."""
 MOST_STEPS = 500
 """Step times that are kept of a run."""
 OPTIMIZER_COPIES = {"adam": 2, "adamw": 2, "muon": 1}
@@ -151,10 +154,19 @@ def _calibration(
         has_tensor_sizes=has_tensor_sizes,
         script=jobs[0].model if jobs[0].is_script else None,
         other_processes_share=_other_processes_share(runs),
+        settings=_settings(runs[0]),
         hardware=first.get("hardware", {}),
         software=first.get("software", {}),
         sources=tuple(str(run.folder.path) for run in runs),
     )
+
+
+def _settings(run: Run) -> dict[str, Any]:
+    """Settings that the job consists of, where they differ from the defaults."""
+    if run.settings.config is None:
+        return {}
+    given = non_default_values(run.settings.config)
+    return {name: given[name] for name in (*TASK_SETTINGS, *COMPUTE_SETTINGS) if name in given}
 
 
 def _compute_points(jobs: Sequence[RecordedJob]) -> tuple[ComputePoint, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from paceline import formatting
 from paceline.analysis.contention import MIN_CONTENTION_SHARE
@@ -103,7 +104,8 @@ def batch_advice_texts(advice: Advice) -> Iterator[str]:
     learning, relative = batch.learning, batch.relative_time
     if batch.steps is not None and batch.seconds is not None:
         loss = "the loss" if learning.loss is None else f"the test loss of {learning.loss:.4g}"
-        text = f"Batch {batch.batch_size:,} reaches {loss} of {learning.source or 'the run'} in"
+        run = f"run {Path(learning.source).name}" if learning.source else "the run"
+        text = f"Batch {batch.batch_size:,} reaches {loss} of {run} in"
         text += f" {batch.steps:,.0f} steps, {step_text(batch.seconds)}"
         if advice.price_per_worker_hour is not None:
             hours = batch.seconds.median / 3600 * advice.best.target.workers
