@@ -258,6 +258,12 @@ class Predictor:
         seconds = np.array([step.seconds for step in self._steps(target)])
         return seconds * self._racks_factor(target)
 
+    def typical_step_seconds(self, target: Target) -> float:
+        """From the measurements themselves, without samples of them: fast, to compare targets."""
+        compute = self._compute_factor if target.workers > 1 else 1.0
+        step = self._simulate(self._center, target, compute, self._correction(target).factor)
+        return step.seconds * self._racks_factor(target)
+
     def _steps(self, target: Target) -> list[StepTime]:
         correction = self._correction(target)
         compute = self._compute_factor if target.workers > 1 else 1.0

@@ -14,18 +14,21 @@ from functools import cached_property
 from statistics import fmean
 from typing import Any, Literal
 
+import numpy as np
+
 from paceline.analysis.run import Run
 from paceline.analysis.script.profile import read_script_profile
 from paceline.analysis.validation import is_number
 from paceline.config import cluster_spec
+from paceline.plan.calibration import MeasuredRun
 from paceline.plan.comm_records import backend_of
 from paceline.plan.links import Link, link_of_cluster
 from paceline.plan.strategy_options import without_defaults
 
 
-def why_unplannable(run: Run) -> str:
+def why_unplannable(job: RecordedJob) -> str:
     """What is wrong with a run, and what to change; empty if it can be planned from."""
-    job = RecordedJob(run)
+    run = job.run
     if not run.is_finished:
         return "it did not finish: run it again"
     if run.iteration_seconds is None or not run.workers:
@@ -51,11 +54,25 @@ def why_unplannable(run: Run) -> str:
     return ""
 
 
+@dataclass(frozen=True, slots=True)
+class BucketMeasurements:
+    """Steps whose gradients are all-reduced after the backward pass."""
+
+    backward_seconds: float
+    latency_seconds: float
+    seconds_per_byte: float
+    """Of an all-reduce between the workers of the run."""
+    ready_seconds: tuple[float, ...]
+    """When the gradients are ready, ascending."""
+
+
 @dataclass(frozen=True)
 class RecordedJob:
     """A run as a plan sees it."""
 
     run: Run
+    keeps_defaults: bool = False
+    """Whether `options` has those that equal their defaults: to tell them takes importing torch."""
 
     @property
     def is_script(self) -> bool:
@@ -90,14 +107,14 @@ class RecordedJob:
 
     @cached_property
     def options(self) -> dict[str, str]:
-        """Those that differ from the strategy's defaults."""
+        """Of the strategy, as in MeasuredRun."""
         options = {key: str(value) for key, value in self.run.settings.options.items()}
         if self.ddp and self.workers > 1 and is_number(cap := self.ddp[0].get("bucket_cap_bytes")):
             options = {"bucket_mib": f"{cap / 2**20:g}"}
             # The default, for which no class need be loaded.
             if options["bucket_mib"] == "25":
                 return {}
-        return without_defaults(self.strategy, options)
+        return options if self.keeps_defaults else without_defaults(self.strategy, options)
 
     @property
     def ddp(self) -> list[Mapping[str, Any]]:
@@ -168,6 +185,44 @@ class RecordedJob:
             steps = [worker["iteration_seconds"]["mean"] for worker in self.run.workers]
             means["input"] += max(0.0, fmean(steps) - math.fsum(means.values()))
         return means
+
+    def measured(self) -> MeasuredRun:
+        workers = self.run.workers
+        hidden = (each["after_first"].get("hidden_exchange_seconds") or 0.0 for each in workers)
+        blocks = self.run.timing.blocks if self.run.timing else []
+        deviation = 0.0
+        if len(blocks) > 1:
+            deviation = float(np.std(blocks, ddof=1) / np.mean(blocks) / math.sqrt(len(blocks)))
+        return MeasuredRun(
+            strategy=self.strategy,
+            options=self.options,
+            backend=self.backend,
+            workers=self.workers,
+            hosts=self.hosts,
+            link=self.link,
+            samples=self.samples,
+            step_seconds=float(self.run.iteration_seconds or 0.0),
+            phases=self.phases,
+            hidden_exchange_seconds=fmean(hidden) / workers[0]["after_first"]["iterations"],
+            deviation=deviation,
+            name=str(self.run.folder.path),
+        )
+
+    @property
+    def bucket_measurements(self) -> BucketMeasurements | None:
+        """Of `overlap`, which tunes its buckets in the first steps; None if it did not."""
+        buckets = self.run.workers[0].get("buckets") if self.run.workers else None
+        found = (buckets or {}).get("measurements") or {}
+        ready = found.get("ready_seconds")
+        backward, latency, per_byte = (
+            float(value) if is_number(value := found.get(name)) else -1.0
+            for name in ("backward_seconds", "latency_seconds", "seconds_per_byte")
+        )
+        if not isinstance(ready, list) or not all(map(is_number, ready)):
+            return None
+        if backward <= 0 or min(latency, per_byte) < 0:
+            return None
+        return BucketMeasurements(backward, latency, per_byte, tuple(map(float, ready)))
 
     @property
     def tensor_bytes(self) -> list[int] | None:

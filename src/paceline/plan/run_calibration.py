@@ -6,8 +6,7 @@ workers also correct the model for their strategy (prediction.py).
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -31,6 +30,7 @@ from paceline.plan.calibration import (
     Contention,
     Gradient,
     MeasuredRun,
+    SizePoint,
 )
 from paceline.plan.comm_records import codec_timings, comm_timings
 from paceline.plan.learning import learning_of
@@ -48,6 +48,8 @@ TASK_SETTINGS = ("data", "model_options", "context", "augment", "momentum")
 """Other settings that a recommended command repeats."""
 MOST_STEPS = 500
 """Step times that are kept of a run."""
+SMALL_BYTES, LARGE_BYTES = 2**10, 2**20
+"""Sizes that stand for a measured latency and bandwidth."""
 OPTIMIZER_COPIES = {"adam": 2, "adamw": 2, "muon": 1}
 """Optimizer state relative to the weights; of SGD it depends on the momentum."""
 
@@ -71,8 +73,17 @@ def calibrate(paths: Sequence[str], model: str | None = None) -> Calibration:
         if len(records) > 1 or runs:
             raise UsageError(f"{calibrations[0][0]} is a calibration: give it alone")
         return Calibration.from_dict(calibrations[0][1], calibrations[0][0])
-    collectives = [one for name, record in records for one in comm_timings(record, name)]
-    codecs = [one for name, record in records for one in codec_timings(record, name)]
+    return calibrate_runs([RecordedJob(run) for run in runs], records, model)
+
+
+def calibrate_runs(
+    runs: Sequence[RecordedJob],
+    comm_records: Sequence[tuple[str, Mapping[str, Any]]],
+    model: str | None = None,
+) -> Calibration:
+    """As `calibrate`, of runs and named records of `paceline comm` that were read before."""
+    collectives = [one for name, record in comm_records for one in comm_timings(record, name)]
+    codecs = [one for name, record in comm_records for one in codec_timings(record, name)]
     jobs = _jobs(runs, model)
     _check_same([job.model_text for job in jobs], "models", "--model NAME")
     _check_same([str(job.run.settings.get("data")) for job in jobs], "data", "runs of one dataset")
@@ -92,20 +103,21 @@ def calibrate(paths: Sequence[str], model: str | None = None) -> Calibration:
 
 def read_measured_runs(paths: Sequence[str], calibration: Calibration) -> list[MeasuredRun]:
     """Read runs that predictions of the calibration can be compared with."""
-    jobs = _jobs([run for path in paths for run in collect(path).runs], None, "--against: ")
+    runs = [RecordedJob(run) for path in paths for run in collect(path).runs]
+    jobs = _jobs(runs, None, "--against: ")
     models = [job.model for job in jobs]
     _check_same([calibration.model, *models], "models", "--against runs of the same model")
     cpus = [str((job.run.result or {}).get("hardware", {}).get("cpu")) for job in jobs]
     planned = str(calibration.hardware.get("cpu"))
     _check_same([planned, *cpus], "machines", "--against runs of the same machine")
     codecs = {timing.codec for timing in calibration.codec_timings}
-    return [_measured(job) for job in jobs if is_modeled(job.run.settings.options, codecs)]
+    return [job.measured() for job in jobs if is_modeled(job.run.settings.options, codecs)]
 
 
-def _jobs(runs: Sequence[Run], model: str | None, flag: str = "") -> list[RecordedJob]:
+def _jobs(runs: Sequence[RecordedJob], model: str | None, flag: str = "") -> list[RecordedJob]:
     """The runs that can be planned from; UsageError if there are none."""
-    problems = [why_unplannable(run) for run in runs]
-    jobs = [RecordedJob(run) for run, problem in zip(runs, problems, strict=True) if not problem]
+    problems = [why_unplannable(job) for job in runs]
+    jobs = [job for job, problem in zip(runs, problems, strict=True) if not problem]
     chosen = [job for job in jobs if model in (None, job.model)]
     if chosen:
         return chosen
@@ -113,7 +125,7 @@ def _jobs(runs: Sequence[Run], model: str | None, flag: str = "") -> list[Record
         names = sorted({job.model for job in jobs})
         raise UsageError(f"--model {model}: there are runs of {', '.join(names)} only")
     if runs:
-        raise UsageError(f"{flag}cannot plan from {runs[0].id}: {problems[0]}")
+        raise UsageError(f"{flag}cannot plan from {runs[0].run.id}: {problems[0]}")
     raise UsageError(f"{flag}cannot plan: there is no run: add one with one worker")
 
 
@@ -138,11 +150,11 @@ def _calibration(
         gradients=gradients,
         compute=_compute_points(jobs),
         residuals=tuple(_relative(_step_seconds(job.run, 0)) for job in jobs if job.workers == 1),
-        collectives=tuple(collectives),
+        collectives=tuple(collectives or _bucket_collectives(jobs, gradients)),
         codec_timings=tuple(codecs),
         contention=Contention(cores_per_worker=_cores_per_worker(jobs)),
         runs=tuple(
-            _measured(job)
+            job.measured()
             for job in jobs
             if job.workers > 1
             and is_modeled(job.run.settings.options, {timing.codec for timing in codecs})
@@ -169,10 +181,30 @@ def _settings(run: Run) -> dict[str, Any]:
     return {name: given[name] for name in (*TASK_SETTINGS, *COMPUTE_SETTINGS) if name in given}
 
 
+def _bucket_collectives(
+    jobs: Sequence[RecordedJob], gradients: Sequence[Gradient]
+) -> Iterator[CollectiveTiming]:
+    """What `overlap` measured to tune its buckets, where `paceline comm` was not run."""
+    for job in jobs:
+        if (measured := job.bucket_measurements) is not None:
+            sizes = (SMALL_BYTES, max(LARGE_BYTES, sum(each.size_bytes for each in gradients)))
+            points = (
+                SizePoint(size, (measured.latency_seconds + size * measured.seconds_per_byte,))
+                for size in sizes
+            )
+            algorithm = job.options.get("algorithm", "library")
+            yield CollectiveTiming(
+                job.backend, "all_reduce", algorithm, job.workers, job.hosts, job.link,
+                tuple(points),
+            )  # fmt: skip
+
+
 def _compute_points(jobs: Sequence[RecordedJob]) -> tuple[ComputePoint, ...]:
     """One point per local batch; runs with one worker first, since nothing disturbs them."""
     chosen: dict[int, list[RecordedJob]] = {}
     alone = [job for job in jobs if job.strategy not in OVERLAPPING]
+    # Runs that timed a backward pass without communication stand in for these.
+    alone = alone or [job for job in jobs if job.bucket_measurements]
     for count in sorted({job.workers for job in alone}):
         same = [job for job in alone if job.workers == count]
         for samples in {job.samples for job in same} - chosen.keys():
@@ -180,12 +212,19 @@ def _compute_points(jobs: Sequence[RecordedJob]) -> tuple[ComputePoint, ...]:
     update = _update_seconds(jobs)
     points = []
     for samples, same in sorted(chosen.items()):
-        means = {name: fmean(job.phases[name] for job in same) for name in COMPUTE_PHASES}
+        means = {name: fmean(_compute_phases(job)[name] for job in same) for name in COMPUTE_PHASES}
         if update is not None and all(job.strategy in UPDATES_ELSEWHERE for job in same):
             means["update"] = update
         steps = [second for job in same if job.workers == 1 for second in _step_seconds(job.run, 0)]
         points.append(ComputePoint(samples, means, tuple(steps)))
     return tuple(point for point in points if point.seconds > 0)
+
+
+def _compute_phases(job: RecordedJob) -> Mapping[str, float]:
+    measured = job.bucket_measurements
+    if job.strategy not in OVERLAPPING or measured is None:
+        return job.phases
+    return {**job.phases, "backward": measured.backward_seconds}
 
 
 def _update_seconds(jobs: Sequence[RecordedJob]) -> float | None:
@@ -219,7 +258,7 @@ def _gradients(jobs: Sequence[RecordedJob]) -> tuple[tuple[Gradient, ...], bool,
         raise UsageError(
             "cannot plan: these runs were recorded before tensor sizes were: run one of them again"
         )
-    ready = next((times for job in jobs if (times := _ready(job.run, len(sizes)))), None)
+    ready = next((times for job in jobs if (times := _ready(job, len(sizes)))), None)
     if ready is None:
         # Gradients are ready in about the reverse order of the model.
         uniform = [(len(sizes) - index) / len(sizes) for index in range(len(sizes))]
@@ -227,44 +266,17 @@ def _gradients(jobs: Sequence[RecordedJob]) -> tuple[tuple[Gradient, ...], bool,
     return tuple(map(Gradient, sizes, reversed(ready))), True, tensors is not None
 
 
-def _ready(run: Run, count: int) -> list[float] | None:
+def _ready(job: RecordedJob, count: int) -> list[float] | None:
     """From the measured steps of `overlap`: fractions of the backward pass, ascending."""
-    buckets = next((worker.get("buckets") for worker in run.workers), None) or {}
-    measured = buckets.get("measurements") or {}
-    seconds, total = measured.get("ready_seconds"), measured.get("backward_seconds")
-    if not isinstance(seconds, list) or len(seconds) != count or not is_number(total) or not total:
+    measured = job.bucket_measurements
+    if measured is None or len(measured.ready_seconds) != count:
         return None
-    if not all(map(is_number, seconds)):
-        return None
-    return [min(max(each / total, 0.0), 1.0) for each in seconds]
+    total = measured.backward_seconds
+    return [min(max(each / total, 0.0), 1.0) for each in measured.ready_seconds]
 
 
 def measured_run(run: Run) -> MeasuredRun:
-    return _measured(RecordedJob(run))
-
-
-def _measured(job: RecordedJob) -> MeasuredRun:
-    run, workers = job.run, job.run.workers
-    hidden = [(worker["after_first"].get("hidden_exchange_seconds") or 0.0) for worker in workers]
-    steps = workers[0]["after_first"]["iterations"]
-    blocks = run.timing.blocks if run.timing else []
-    deviation = 0.0
-    if len(blocks) > 1:
-        deviation = float(np.std(blocks, ddof=1) / np.mean(blocks) / math.sqrt(len(blocks)))
-    return MeasuredRun(
-        strategy=job.strategy,
-        options=job.options,
-        backend=job.backend,
-        workers=job.workers,
-        hosts=job.hosts,
-        link=job.link,
-        samples=job.samples,
-        step_seconds=float(run.iteration_seconds or 0.0),
-        phases=job.phases,
-        hidden_exchange_seconds=fmean(hidden) / steps,
-        deviation=deviation,
-        name=str(run.folder.path),
-    )
+    return RecordedJob(run).measured()
 
 
 def _cores_per_worker(jobs: Sequence[RecordedJob]) -> float | None:

@@ -26,6 +26,7 @@ from paceline.report.document import (
 from paceline.report.html import FIGURES, to_html
 from paceline.report.markdown import to_markdown
 from paceline.report.one_run import sections_of, without_configurations
+from paceline.report.predicted_steps import predicted_steps
 from paceline.report.sections import SECTIONS, VERDICT, build_sections, select, unknown
 from paceline.report.sections.common import section_context
 from paceline.report.wording import (
@@ -109,7 +110,7 @@ def build_report(collection: RunCollection) -> tuple[Document, list[str]]:
     )
     if len(verdicts) == 1:
         document.points = _points(verdicts[0])
-        document.next_steps = next_steps(verdicts[0])
+        document.next_steps = _next_steps(verdicts[0], collection.chapters[0], collection.comm)
         return document, [document.headline]
     headlines = _open(document, collection, answers)
     chapters.append(_together(collection))
@@ -248,7 +249,8 @@ def _page(
         sections = without_configurations(sections, about_groups.groups[0].label)
     answer = _answer(chapter, sections) or headline(verdict)
     if not is_alone:
-        sections.insert(0, _verdict_section(verdict, answer))
+        steps = _next_steps(verdict, chapter, comm)
+        sections.insert(0, _verdict_section(verdict, answer, steps))
     strange = unknown(chapter.sections)
     about = chapter.about
     if strange:
@@ -264,11 +266,16 @@ def _answer(chapter: Chapter, sections: Sequence[Section]) -> str:
     return next(filter(None, map(_section_answer, sections)), "")
 
 
-def _verdict_section(verdict: Verdict, answer: str) -> Section:
+def _next_steps(verdict: Verdict, chapter: Chapter, comm: Sequence[Path]) -> list[str]:
+    runs = [run for group in chapter.groups for run in group.finished]
+    return [*next_steps(verdict), *predicted_steps(runs, comm)]
+
+
+def _verdict_section(verdict: Verdict, answer: str, steps: Sequence[str]) -> Section:
     text = headline(verdict)
     items = [] if answer == text else [("Step time:", text)]
     items += [(f"{subject}:", text) for subject, text in _points(verdict)]
-    items += [("Try next:", step) for step in next_steps(verdict)]
+    items += [("Try next:", step) for step in steps]
     return Section("verdict", "Verdict", [Text(answer), BulletList(items)])
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 from paceline import formatting
 from paceline.analysis.contention import MIN_CONTENTION_SHARE
 from paceline.plan.advice import Advice
+from paceline.plan.calibration import MeasuredRun
+from paceline.plan.next_runs import NextRun
 from paceline.plan.plan import Plan
 from paceline.plan.prediction import Interval, Prediction, Target
 from paceline.plan.sensitivity import Effect
@@ -46,6 +48,18 @@ def configuration(target: Target) -> str:
     options = "".join(f", {key}={value}" for key, value in target.options.items())
     workers = "1 worker" if target.workers == 1 else f"{target.workers:,} workers"
     return f"{target.strategy}{options}, {workers}, batch {target.samples:,}"
+
+
+def next_run_text(one: NextRun, fastest: MeasuredRun) -> str:
+    """A step to try, with its gain over the fastest measured run."""
+    workers = "1 worker" if fastest.workers == 1 else f"{fastest.workers:,} workers"
+    low, high = (f"{100 * value:+.0f}%" for value in (one.gain.low, one.gain.high))
+    extrapolated = ", extrapolated" if one.prediction.extrapolated else ""
+    return (
+        f"Try {configuration(one.prediction.target)}: a plan from these runs predicts"
+        f" {100 * one.gain.median:+.0f}% samples/s ({low} to {high}, 80% interval{extrapolated})"
+        f" relative to {fastest.strategy} with {workers}: `{one.command}`"
+    )
 
 
 def place_text(target: Target) -> str:
