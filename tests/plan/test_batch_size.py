@@ -131,6 +131,17 @@ def test_the_terminal_shows_range_rule_and_check(
     assert f"at a cost of {advice.seconds.median:,.3g}" in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_noise_scale_without_an_interval_says_what_to_measure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "calibration.json"
+    noisy(replace(LEARNING, low=None, high=None, optimizer=None)).write(path)
+    assert main(["plan", str(path), "--workers", "1", "--advise"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Too few steps were measured for an interval: use a smaller --noise-every." in text
+    assert "with SGD, the square root of that with Adam" in text
+
+
 def test_a_former_calibration_keeps_its_noise_scale(tmp_path: Path) -> None:
     record = calibration().to_dict()
     del record["learning"]

@@ -133,7 +133,10 @@ def batch_advice_texts(advice: Advice) -> Iterator[str]:
         {**learning.to_dict(), "value": learning.noise_scale, "batch": learning.batch_size}
     )
     best = f"{low:,} to {high:,}" if high > low else f"{low:,}"
-    yield f"Noise scale N: {scale}. By the ends of that interval, the best batch is {best}."
+    sure = f"By the ends of that interval, the best batch is {best}."
+    if learning.low is None:
+        sure = "Too few steps were measured for an interval: use a smaller --noise-every."
+    yield f"Noise scale N: {scale}. {sure}"
     rate = "" if learning.learning_rate is None else f"{learning.learning_rate:.3g} x "
     yield f"Learning rate at other batch sizes: {rate}{learning.rate_rule}."
     yield (
