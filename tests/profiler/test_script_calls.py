@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.profiler.collectives.backward_passes import BackwardPasses
-from paceline.profiler.overhead import HookCosts, measure_hook_costs
+from paceline.profiler.overhead import HookCosts, NoteProbe, measure_hook_costs
 from paceline.profiler.tracking.script_calls import blocks_program, tensors_of
 from tests.support.profiled import Profiled, loader, loss_of, model, profiled, train_step
 
@@ -80,8 +80,10 @@ def test_the_overhead_contains_read_backs(tmp_path: Path) -> None:
             for _ in range(100):
                 batch[0].sum().item()
     tracker = measured.session.tracker
-    without = HookCosts().seconds(tracker)
-    with_read_backs = HookCosts(timed_seconds=1.0, skipped_seconds=1.0).seconds(tracker)
+    probe = NoteProbe()
+    without = HookCosts(probe=probe).seconds(tracker)
+    costs = HookCosts(timed_seconds=1.0, skipped_seconds=1.0, probe=probe)
+    with_read_backs = costs.seconds(tracker)
     # Sums of floats: without rounding, the difference may be one bit less than 300.
     assert round(with_read_backs - without, 6) >= 300
     costs = measure_hook_costs(lambda function: function)

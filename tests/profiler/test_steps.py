@@ -117,7 +117,7 @@ def test_samples_of_a_freed_iterator_do_not_count() -> None:
     found = [Batches() for _ in range(1000)]
     (trained,) = [each for each in found if id(each) == address]
     get_batch(trained)
-    tracker.begin_backward(True, None)
+    tracker.begin_backward(True, None, 0.0)
     assert tracker.samples == 4
 
 
@@ -586,3 +586,21 @@ def test_steps_and_phases_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert isinstance(clock, CudaPhaseClock)
     # The two are read one after the other.
     assert sum(clock.seconds.values()) == pytest.approx(clock.wall_seconds, rel=0.01, abs=1e-3)
+
+
+@pytest.mark.parametrize("is_behind", [False, True])
+def test_time_that_passes_while_the_gpu_works_is_not_overhead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_behind: bool
+) -> None:
+    monkeypatch.setattr(HostMarks, "query", lambda _: not is_behind)
+    monkeypatch.setattr(step_tracker, "clock_for", host_clock)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    net = model()
+    optimizer = sgd(net)
+    with profiled(tmp_path) as measured:
+        monkeypatch.setattr(step_tracker.StepTracker, "_device_of", lambda *_: torch.device("cuda"))
+        for batch in loader(2 * step_tracker.CHECK_STEPS):
+            train_step(net, optimizer, *batch)
+    last = measured.record.last
+    assert last["measuring_host_seconds"] > 0
+    assert last["measuring_seconds"] == (0 if is_behind else last["measuring_host_seconds"])

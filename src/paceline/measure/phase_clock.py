@@ -271,6 +271,10 @@ class PhaseClock:
     def use_current_stream(self) -> None:
         """Mark phase changes in the work of the current stream of a GPU from now on."""
 
+    def is_up_to_date(self) -> bool:
+        """Whether no GPU is behind the program by more than the current phase."""
+        return True
+
     def _settle(self) -> None:
         """Process phase changes whose times were not known yet; a CPU clock has none."""
 
@@ -421,6 +425,9 @@ class CudaPhaseClock(PhaseClock):
 
     def use_current_stream(self) -> None:
         self._recorder.use_current_stream()
+
+    def is_up_to_date(self) -> bool:
+        return not self._pending or self._pending[-1].mark.query()
 
     def settle_ready(self) -> None:
         pending = self._pending

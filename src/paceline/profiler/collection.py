@@ -341,13 +341,17 @@ def _train_loss(ranks: Iterable[RankRecord]) -> float | None:
     return sum(losses) / len(losses) if losses else None
 
 
-def _overhead(ranks: Iterable[RankRecord], node: Mapping[str, Any]) -> dict[str, float]:
-    """The fraction of the time spent on measuring: in the script, and by the sampler."""
-    in_loop = max(
-        (rank.last["measuring_seconds"] / rank.wall_seconds for rank in ranks), default=0.0
+def _overhead(ranks: Sequence[RankRecord], node: Mapping[str, Any]) -> dict[str, float]:
+    """The fraction of the time spent on measuring: in the script, and by the sampler.
+
+    `host` is all of the script's part, also what passes while a GPU works.
+    """
+    in_loop, host = (
+        max((rank.last.get(key, 0.0) / rank.wall_seconds for rank in ranks), default=0.0)
+        for key in ("measuring_seconds", "measuring_host_seconds")
     )
     sampler = (node["sampler_cpu_percent"] or 0.0) / 100 / cores_usable()
-    return {"fraction": in_loop + sampler, "in_loop": in_loop, "sampler": sampler}
+    return {"fraction": in_loop + sampler, "in_loop": in_loop, "host": host, "sampler": sampler}
 
 
 def _warnings(folder: RunFolder, ranks: Sequence[RankRecord], status: str) -> list[str]:

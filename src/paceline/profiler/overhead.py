@@ -1,91 +1,172 @@
 """What the profiler costs the script, for `measurement_overhead` of the result.
 
 Interpreting what hooks noted is timed while it is done. What the hooks themselves take is too short
-to be timed each time: it is measured once, and multiplied by the number of calls.
+to be timed each time. How long noting takes depends on what the script leaves in the caches, so it
+is measured again and again while the script runs, by calling one of the functions that note once
+more. Other hooks are measured before the script trains. Both are multiplied by the number of calls.
 """
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import cycle
 from statistics import median
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from torch import nn
 
-from paceline.profiler.tracking.event_queue import Guard
-from paceline.profiler.tracking.notes import measured_call, update_notes
+from paceline.profiler.tracking.event_queue import Event, Guard
+from paceline.profiler.tracking.notes import (
+    count_samples,
+    measured_backward,
+    measured_call,
+    measured_input,
+    model_notes,
+    update_notes,
+)
 from paceline.profiler.tracking.script_calls import ScriptCalls
 from paceline.profiler.tracking.step_tracker import StepTracker
 
-REPEATS = 25
+NOTES = 7
+"""Events of a step: input and backward pass have two each."""
+FIRST_PROBES, PROBES_KEPT = 3, 25
+"""Of each function."""
+REPEATS, CALLS = 25, 40
 DISPLACED_BYTES = 4 << 20
 """More than the caches that belong to one core."""
 
 
-class HookCosts(NamedTuple):
-    """Measured on this machine before the script trains."""
+class NoteProbe:
+    """Times the functions that note, called once more with an event queue of their own.
 
-    note_seconds: float = 0.0
-    """Of noting an event."""
+    One of them is called twice, a step apart: what the script does in a step has then displaced as
+    much of it from the caches as before a real call.
+    """
+
+    def __init__(self) -> None:
+        tracker = StepTracker(lambda: None)
+        tracker.events.append = deque[Event](maxlen=PROBES_KEPT).append
+        tracker.events.due = math.inf
+        begin, end = update_notes(tracker)
+        optimizer, batches, batch = _Object(), _Object(), [torch.zeros(1)]
+        get_batch = measured_input(lambda _: batch, tracker, count_samples)
+        run_backward = measured_backward(_nothing, tracker, [])
+        note_call = model_notes(tracker)
+        functions: tuple[Callable[[], object], ...] = (
+            # What timing a call takes.
+            partial(_nothing, None),
+            partial(get_batch, batches),
+            partial(note_call, nn.Identity()),
+            # Reading the loss is timed elsewhere.
+            partial(run_backward, (), accumulate_grad=False),
+            partial(begin, optimizer),
+            partial(end, optimizer),
+        )
+        self._seconds = [deque[float](maxlen=PROBES_KEPT) for _ in functions]
+        self._next = cycle(zip(functions, self._seconds, strict=True))
+        self._function, self._timed = next(self._next)
+        self._called_at: int | None = None
+        # Until the script trains, and on a GPU, it is what noting takes after other work.
+        displaced = torch.zeros(DISPLACED_BYTES, dtype=torch.uint8)
+        for _ in range(FIRST_PROBES * len(functions)):
+            displaced.add_(1)
+            self._time()
+
+    def has_ended(self, updates: int) -> bool:
+        """Called at each event until a function was timed; `updates`: the number of steps."""
+        if self._called_at is None:
+            self._function()
+            self._called_at = updates
+        elif self._called_at != updates:
+            self._time()
+            return True
+        return False
+
+    def _time(self) -> None:
+        began = perf_counter()
+        self._function()
+        self._timed.append(perf_counter() - began)
+        self._function, self._timed = next(self._next)
+        self._called_at = None
+
+    @property
+    def note_seconds(self) -> float:
+        """Of an event: a step has `NOTES` of them."""
+        nothing, *others = map(median, self._seconds)
+        return sum(max(0.0, each - nothing) for each in others) / NOTES
+
+
+@dataclass
+class HookCosts:
+    """What each call costs on this machine."""
+
     call_seconds: float = 0.0
     """Of the call of a module inside a model."""
     timed_seconds: float = 0.0
     """Of a timed call, such as a read-back."""
     skipped_seconds: float = 0.0
     """Of a read-back that is not timed."""
+    probe: NoteProbe = field(default_factory=NoteProbe)
 
     def seconds(self, tracker: StepTracker) -> float:
-        """Estimate the time that the profiler took the script so far."""
-        noted = tracker.events.noted * self.note_seconds + tracker.events.seconds
+        """Estimate the time that the profiler took the script so far, on the host."""
+        noted = tracker.events.noted * self.probe.note_seconds + tracker.loss_seconds
         modules = tracker.module_calls * self.call_seconds
         calls = tracker.timed_calls * self.timed_seconds
         skipped = tracker.skipped_calls * self.skipped_seconds
-        return noted + modules + calls + skipped + tracker.recorder_seconds
+        interpreted = tracker.events.seconds
+        return noted + interpreted + modules + calls + skipped + tracker.recorder_seconds
 
 
-class _Optimizer:
-    param_groups = ({"params": (), "lr": 0.0},)
+class _Object:
+    """In place of an optimizer or an iterator."""
+
+
+class _Module:
+    _compiled_call_impl = None
+
+    @staticmethod
+    def _call_impl() -> None:
+        pass
 
 
 def measure_hook_costs(guard: Guard) -> HookCosts:
     tracker = StepTracker(lambda: None, guard=guard)
-    # Interpreting is timed elsewhere.
-    tracker.events.defer()
-    note, _ = update_notes(tracker)
-    optimizer = _Optimizer()
-    note_seconds = _seconds(lambda: note(optimizer), has_cold_caches=True)
     tracker.clock.enter("forward")
-    nothing = _seconds(lambda: _nothing(None, None))
-    others = (_call(tracker), _timed_read_back(tracker, guard), _skipped_read_back(tracker, guard))
-    return HookCosts(note_seconds, *(max(0.0, _seconds(each) - nothing) for each in others))
+    nothing = _seconds(lambda: _nothing(None))
+    timed, skipped = (
+        max(0.0, _seconds(each) - nothing)
+        for each in (_timed_read_back(tracker, guard), _skipped_read_back(tracker, guard))
+    )
+    return HookCosts(_call_seconds(tracker), timed, skipped)
 
 
-def _seconds(function: Callable[[], object], *, has_cold_caches: bool = False) -> float:
-    """The median: other processes may take the core during a call.
-
-    With cold caches: the program ran since the last call.
-    """
-    displaced = torch.zeros(DISPLACED_BYTES if has_cold_caches else 0, dtype=torch.uint8)
-    calls = 1 if has_cold_caches else 40
+def _seconds(function: Callable[[], object]) -> float:
+    """The median: other processes may take the core during a call."""
     seconds = []
     for _ in range(REPEATS):
-        displaced.add_(1)
         began = perf_counter()
-        for _ in range(calls):
+        for _ in range(CALLS):
             function()
-        seconds.append((perf_counter() - began) / calls)
+        seconds.append((perf_counter() - began) / CALLS)
     return median(seconds)
 
 
-def _nothing(*_: Any) -> None:
+def _nothing(*_: Any, **__: Any) -> None:
     pass
 
 
-def _call(tracker: StepTracker) -> Callable[[], None]:
-    call = measured_call(_nothing, tracker.events, _nothing)
+def _call_seconds(tracker: StepTracker) -> float:
+    original: Any = nn.Module._wrapped_call_impl
+    call = measured_call(original, tracker.events, _nothing)
     tracker.events.is_in_model = True
-    return lambda: call(None, None)
+    return max(0.0, _seconds(lambda: call(_Module)) - _seconds(lambda: original(_Module)))
 
 
 def _timed_read_back(tracker: StepTracker, guard: Guard) -> Callable[[], object]:

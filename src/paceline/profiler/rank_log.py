@@ -131,6 +131,7 @@ class RankLog:
             self._events = self._open(tracker)
         clock.settle_ready()
         seconds = self._step_seconds(tracker, len(losses))
+        measuring_seconds = self.costs.seconds(tracker)
         values: dict[str, Any] = {}
         if not self._first:
             values["after_first"] = self._after_first
@@ -146,7 +147,8 @@ class RankLog:
             samples=tracker.samples - self._before.samples,
             checkpoints=tracker.checkpoints - self._before.checkpoints,
             phases=self._phases(clock.known_seconds),
-            measuring_seconds=round(self.costs.seconds(tracker), 6),
+            measuring_seconds=round(measuring_seconds * tracker.delayed_share, 6),
+            measuring_host_seconds=round(measuring_seconds, 6),
             **values,
             **({"interruptions": taken} if (taken := tracker.take_interruptions()) else {}),
         )

@@ -47,6 +47,8 @@ class Session:
             RunFolder(folder), measure_hook_costs(self.guard), window or StepWindow()
         )
         self.tracker = StepTracker(self._end_step, self._count_copies, self.guard)
+        probe = self.log.costs.probe
+        self.tracker.events.is_ready = lambda: probe.has_ended(self.tracker.events.updates)
         self._trace: TraceLog | None = None
         if has_trace:
             self._trace = TraceLog(self.tracker, self.log.window.first)

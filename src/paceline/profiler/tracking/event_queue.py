@@ -22,7 +22,7 @@ Event = tuple[Any, ...]
 """The time, the function that interprets it, and its arguments."""
 
 
-def _ignore(_: Event) -> None:
+def _nothing(*_: Event) -> None:
     pass
 
 
@@ -35,7 +35,9 @@ class EventQueue:
         "append",
         "due",
         "flush",
+        "flush_due",
         "is_in_model",
+        "is_ready",
         "noted",
         "on_window",
         "seconds",
@@ -61,9 +63,13 @@ class EventQueue:
         self.noted = 0
         """How many events were interpreted."""
         self.seconds = 0.0
-        """CPU time that it took."""
+        """What that took: CPU time, or on a GPU, where it is done for each event, time."""
         self.due = 0.0
         """When those that wait must be interpreted."""
+        self.flush_due = guard(self._flush_due)
+        """Called when they are due."""
+        self.is_ready: Callable[[], bool] = lambda: True
+        """Called then: whether they are interpreted now, not at one of the next events."""
         self._waiting: list[Event] = []
         self._now = 0.0
 
@@ -74,7 +80,7 @@ class EventQueue:
     def stop(self) -> None:
         """Ignore events from now on: hooks of torch may outlast the session."""
         self._waiting.clear()
-        self.append, self.thread = _ignore, 0
+        self.append, self.thread = _nothing, 0
 
     def time(self) -> float:
         """The time of the event that is being interpreted; otherwise, now."""
@@ -84,13 +90,21 @@ class EventQueue:
         if self._waiting:
             waiting = self._waiting.copy()
             self._waiting.clear()
+            began = thread_time()
             self._interpret(waiting)
+            self.seconds += thread_time() - began
+
+    def _flush_due(self) -> None:
+        if self.is_ready() or perf_counter() >= self.due + INTERVAL_SECONDS:
+            self._flush()
 
     def _interpret_now(self, event: Event) -> None:
+        # Reading the CPU time would take as long as the rest.
+        began = perf_counter()
         self._interpret((event,))
+        self.seconds += perf_counter() - began
 
     def _interpret(self, events: Sequence[Event]) -> None:
-        began = thread_time()
         try:
             for self._now, function, *arguments in events:
                 function(*arguments)
@@ -98,4 +112,3 @@ class EventQueue:
             self._now = 0.0
             self.due = perf_counter() + INTERVAL_SECONDS
             self.noted += len(events)
-            self.seconds += thread_time() - began

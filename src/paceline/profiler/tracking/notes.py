@@ -39,7 +39,7 @@ def model_notes(tracker: StepTracker) -> Callable[[nn.Module], None]:
             events.append((now, call_model, ref(model), trains, is_training))
             events.is_in_model = trains
             if now >= events.due:
-                events.flush()
+                events.flush_due()
 
     return note_call
 
@@ -80,10 +80,11 @@ def measured_backward(original: Any, tracker: StepTracker, unscaled: list[Loss])
         if get_ident() != events.thread:
             return original(outputs, *args, **kwargs)
         # Whether gradients are accumulated in parameters, not returned.
-        accumulates, loss = kwargs.get("accumulate_grad", False), None
+        accumulates, loss, began = kwargs.get("accumulate_grad", False), None, perf_counter()
         if accumulates:
             loss = unscaled.pop() if unscaled else loss_of(outputs)
-        events.append((perf_counter(), begin, accumulates, loss))
+        # What reading the loss takes depends most on the program, so it is timed.
+        events.append((perf_counter(), begin, accumulates, loss, began))
         events.is_in_model = False
         try:
             return original(outputs, *args, **kwargs)
@@ -117,7 +118,7 @@ def measured_input(original: Any, tracker: StepTracker, count: Callable[[object]
             events.append((now, end, iterator, samples))
             events.is_in_model = False
             if now >= events.due:
-                events.flush()
+                events.flush_due()
 
     return measured
 
@@ -139,7 +140,7 @@ def update_notes(tracker: StepTracker) -> tuple[Callable[..., None], Callable[..
         events.append((now, end, ref(optimizer)))
         events.is_in_model = False
         if now >= events.due:
-            events.flush()
+            events.flush_due()
         if events.updates == events.window_ends:
             events.on_window()
 

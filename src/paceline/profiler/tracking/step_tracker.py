@@ -40,6 +40,10 @@ NOT_INTERRUPTED = frozenset(("input", "backward", "checkpoint"))
 """Phases that contain whatever a script does in them."""
 OUTSIDE = frozenset(("evaluate", "checkpoint"))
 """Phases that are not part of a step."""
+READ_SECONDS_MAX = 50e-6
+"""Reading a loss that takes longer was interrupted by another process."""
+CHECK_STEPS = 16
+"""Of so many steps on a GPU, one is checked for whether the GPU waits for the program."""
 NO_MODEL = frozenset(("other", "update", "evaluate"))
 """Phases in which the call of a module may begin another phase."""
 
@@ -84,6 +88,10 @@ class StepTracker:
         self.checkpoints = 0
         self.loss: Loss | None = None
         """Of the last backward pass."""
+        self.loss_seconds = 0.0
+        """What reading losses took the program."""
+        self._checked_steps = self._delayed_steps = 0
+        """Steps on a GPU that were checked, and those in which it waited for the program."""
         self._on_step, self._on_gpu = on_step, on_gpu
         self._is_on_gpu = False
         self._modules: dict[int, int] = {}
@@ -131,6 +139,14 @@ class StepTracker:
         optimizer = self._last_optimizer()
         rate = None if optimizer is None else optimizer.param_groups[0].get("lr")
         return rate if isinstance(rate, float) else None
+
+    @property
+    def delayed_share(self) -> float:
+        """Of the time that the profiler takes the program, what delays steps.
+
+        A GPU that is behind the program works meanwhile.
+        """
+        return self._delayed_steps / self._checked_steps if self._checked_steps else 1.0
 
     def is_in_thread(self) -> bool:
         """Whether this is the thread that trains, and what it does can be timed."""
@@ -261,7 +277,9 @@ class StepTracker:
         modules = self._modules[id(model)] = sum(1 for _ in model.modules())
         return modules
 
-    def begin_backward(self, accumulates: bool, loss: Loss | None) -> None:
+    def begin_backward(self, accumulates: bool, loss: Loss | None, noted: float) -> None:
+        """`noted`: when the loss was not read yet."""
+        self.loss_seconds += min(self.events.time() - noted, READ_SECONDS_MAX)
         self._outer.append(self._phase_after_backward(accumulates, loss))
 
     def _phase_after_backward(self, accumulates: bool, loss: Loss | None) -> str | None:
@@ -384,6 +402,9 @@ class StepTracker:
         """End the step; the next one begins now unless evaluation or a checkpoint comes first."""
         if self._clock.phase in OUTSIDE or not self._has_begun:
             self._enter("other")
+        if self._is_on_gpu and self.steps % CHECK_STEPS == CHECK_STEPS - 1:
+            self._checked_steps += 1
+            self._delayed_steps += self._clock.is_up_to_date()
         self._clock.next_step(phase)
         if self._is_on_gpu:
             # Steps before a capture are often executed on another stream than later ones.
