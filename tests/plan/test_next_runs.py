@@ -100,3 +100,25 @@ def test_the_report_suggests_them_without_importing_torch(root: Path) -> None:
     (root / "comm.json").unlink()
     page = write_report(root).page
     assert "a plan from these runs predicts" not in page.read_text()
+
+
+def test_commands_emulate_the_cluster_of_the_runs(root: Path) -> None:
+    found = found_in(root)
+    assert found is not None
+    assert all(
+        "--cluster nodes=2,cpus=0.5,bandwidth=1gbit,latency=200us" in each.command
+        for each in found.found
+        if each.prediction.target.workers == 2
+    )
+
+
+def test_nothing_is_predicted_from_contended_runs(root: Path) -> None:
+    for file in root.glob("*/result.json"):
+        result = json.loads(file.read_text())
+        result["hardware"]["cores_in_machine"] = 2
+        for node in result["nodes"]:
+            node |= {"machine_cpu_percent_mean": 90.0, "cpu_percent_mean": 20.0}
+        file.write_text(json.dumps(result))
+    text = write_report(root).page.read_text()
+    assert "Rerun on a quiet machine" in text
+    assert "a plan from these runs predicts" not in text

@@ -189,7 +189,9 @@ def command(calibration: Calibration, target: Target) -> str:
     for key, value in target.options.items():
         words += ["-o", f"{key}={value}"]
     words += ["--batch-size", str(target.samples)]
-    if target.host_count > 1:
+    if calibration.cluster is not None and target.link in (None, *calibration.links()):
+        words += ["--cluster", f"nodes={target.host_count},{calibration.cluster}"]
+    elif target.host_count > 1:
         words += ["--nnodes", str(target.host_count)]
     if (per_host := target.workers // target.host_count) > 1:
         words += ["--nproc-per-node", str(per_host)]

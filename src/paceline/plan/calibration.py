@@ -160,6 +160,8 @@ class Calibration:
     """That was measured, instead of `paceline train`."""
     other_processes_share: float | None = None
     """Of the CPU, that processes besides the worst run used; None if it was not sampled."""
+    cluster: str | None = None
+    """The emulated nodes of the runs, as in --cluster, without their number."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Of the runs, where they differ from the defaults: what a command has to repeat."""
     hardware: Mapping[str, Any] = field(default_factory=dict)

@@ -128,6 +128,13 @@ class RecordedJob:
         return link_of_cluster(cluster_spec.parse_recorded(cluster)) if cluster else None
 
     @property
+    def cluster(self) -> str | None:
+        """The emulated nodes of a run with several workers, without their number."""
+        parts = (self.run.settings.cluster or "").split(",")
+        kept = ",".join(part for part in parts if not part.strip().startswith("nodes="))
+        return kept if kept and self.workers > 1 else None
+
+    @property
     def backend(self) -> Literal["gloo", "nccl", "shm", "hierarchical"]:
         communicator = str(self.run.settings.get("communicator") or "torch")
         return backend_of(communicator, self.hosts, self._has_own_gpus)

@@ -162,6 +162,7 @@ def _calibration(
         optimizer_state_bytes=_state_bytes(runs[0], sum(each.size_bytes for each in gradients)),
         activation_bytes_per_sample=_activation_bytes(jobs),
         learning=learning_of(runs),
+        cluster=next((text for job in jobs if (text := job.cluster)), None),
         has_ready_times=has_ready_times,
         has_tensor_sizes=has_tensor_sizes,
         script=jobs[0].model if jobs[0].is_script else None,

@@ -267,7 +267,10 @@ def _answer(chapter: Chapter, sections: Sequence[Section]) -> str:
 
 
 def _next_steps(verdict: Verdict, chapter: Chapter, comm: Sequence[Path]) -> list[str]:
-    runs = [run for group in chapter.groups for run in group.finished]
+    # As for bottlenecks, no conclusions are drawn from contended runs.
+    contended = {one.label for one in verdict.contention}
+    groups = [group for group in chapter.groups if group.label not in contended]
+    runs = [run for group in groups for run in group.finished]
     return [*next_steps(verdict), *predicted_steps(runs, comm)]
 
 
