@@ -269,6 +269,7 @@ def make_workers(
 ) -> list[dict[str, Any]]:
     """`workers` of result.json."""
     workers = []
+    caused: dict[int, float] = {}
     for rank in ranks:
         worker, moments = rank.account(), rank.moments
         own = communication.ranks.get(rank.rank)
@@ -277,6 +278,8 @@ def make_workers(
             if not rank.has_finished:
                 records = joined_records(communication.logs, own.log)
             own.account(worker, moments, records, rank.interruptions)
+            for other, seconds in own.caused_waits(worker["phases"]["wait"]).items():
+                caused[other] = caused.get(other, 0.0) + seconds
         if not rank.has_finished:
             # Of a rank on another machine, the end is not known.
             ended = ends.get(rank.start["process"], 0.0) - rank.start["perf_counter_offset"]
@@ -287,6 +290,9 @@ def make_workers(
             waited = own.waits.waited[rank.rank] if own is not None else None
             add_last_interval(worker, moments["last"], max(moments["last"], ended), wait, waited)
         workers.append(worker)
+    for worker in workers:
+        if worker["rank"] in communication.ranks:
+            worker["caused_wait_seconds"] = caused.get(worker["rank"], 0.0)
     return workers
 
 

@@ -81,12 +81,21 @@ class RankCommunication:
             recorded_steps = round(sampling.recorded_share * steps)
             worker["collectives_recorded"] = {"steps": recorded_steps, "of": steps}
         worker["last_arrivals"] = self.waits.last_arrivals[rank]
-        worker["caused_wait_seconds"] = self.waits.caused_seconds[rank]
         if self.log.ddp:
             worker["ddp"] = [
                 {key: value for key, value in model.items() if key not in ("event", "time")}
                 for model in self.log.ddp
             ]
+
+    def caused_waits(self, wait_seconds: float) -> dict[int, float]:
+        """How long this rank waited for each of the others; `wait_seconds`: in total."""
+        caused = self.waits.caused[self.log.rank]
+        recorded_seconds = sum(caused.values())
+        is_sampled = self.log.pauses or math.isfinite(self.waits.incomplete_since[self.log.rank])
+        if not is_sampled or not recorded_seconds:
+            return caused
+        scale = wait_seconds / recorded_seconds
+        return {other: scale * seconds for other, seconds in caused.items()}
 
     def _sampled_wait(
         self,

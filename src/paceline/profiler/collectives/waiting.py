@@ -141,12 +141,21 @@ class Waits:
     incomplete_since: dict[int, float]
     """By rank, in its own clock: when it first recorded a collective that another rank did not,
     because recording was paused; infinite if it never did."""
-    caused_seconds: dict[int, float]
-    """By rank: how long the others waited for it, in total."""
+    caused: dict[int, dict[int, float]]
+    """By rank: how long it waited for each of the others."""
     last_arrivals: dict[int, int]
     """By rank: in how many collectives it was the last to arrive."""
     mismatches: list[Mismatch]
     offsets: ClockOffsets
+
+    @property
+    def caused_seconds(self) -> dict[int, float]:
+        """By rank: how long the others waited for it in collectives that all ranks recorded."""
+        found = dict.fromkeys(self.caused, 0.0)
+        for seconds in self.caused.values():
+            for other, spent in seconds.items():
+                found[other] = found.get(other, 0.0) + spent
+        return found
 
 
 def separate_waits(logs: Mapping[int, RankCollectives]) -> Waits:
@@ -258,7 +267,8 @@ def _waits(
     nothing = Intervals(np.zeros(0), np.zeros(0))
     waited, compared = dict.fromkeys(logs, nothing), dict.fromkeys(logs, nothing)
     incomplete_since = dict.fromkeys(logs, math.inf)
-    caused, last_arrivals = dict.fromkeys(logs, 0.0), dict.fromkeys(logs, 0)
+    caused: dict[int, dict[int, float]] = {rank: {} for rank in logs}
+    last_arrivals = dict.fromkeys(logs, 0)
     if not len(table):
         return Waits(waited, compared, incomplete_since, caused, last_arrivals, [], offsets)
     lengths = np.diff(np.append(begins, len(table)))
@@ -303,9 +313,8 @@ def _waits(
         begin = np.maximum(began[rows], covered)
         keep = ended[rows] > begin
         waited[rank] = Intervals(begin[keep], ended[rows][keep])
-        seconds = ((ended[rows] - begin) * weight[rows])[keep]
-        for other, total in _sums(last_rank[segment[rows[keep]]], seconds):
-            caused[other] += total
+        seconds = (ended[rows] - begin)[keep]
+        caused[rank] = dict(_sums(last_rank[segment[rows[keep]]], seconds))
     mismatches = _mismatches(table, begins, lengths, groups)
     return Waits(waited, compared, incomplete_since, caused, last_arrivals, mismatches, offsets)
 
