@@ -35,7 +35,22 @@ def test_extrapolated_points_are_hollow(tmp_path: Path) -> None:
     curve = next(part for part in text.split("<g ") if 'data-label="ring"' in part)
     assert curve.count('class="dot hollow"') == 1
     assert curve.count('class="dot"') == 2
-    assert "64 workers, measured 2" in text
+    assert "extrapolated: 64 workers, measured 2" in text
+
+
+def test_reasons_to_extrapolate_are_one_note_for_all_workers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--workers", "2,16,64", "--strategy", "ring", "--link", "2gbit")
+    text = page(tmp_path, calibration(), *arguments)
+    printed = capsys.readouterr().out
+    for note in (
+        "extrapolated: 16, 64 workers, measured 2",
+        "extrapolated: 1, 4 samples per worker, measured 16 to 64",
+        "extrapolated: link 2gbit, measured 1gbit",
+    ):
+        assert f"* {note}\n" in printed
+        assert f"<li>{note}</li>" in text
 
 
 def test_every_link_has_its_curves(tmp_path: Path) -> None:

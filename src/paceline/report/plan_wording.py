@@ -165,8 +165,16 @@ def validation_texts(checks: Sequence[Check]) -> list[str]:
 
 
 def extrapolation_notes(predictions: Sequence[Prediction]) -> list[str]:
-    reasons = dict.fromkeys(reason for each in predictions for reason in each.extrapolated)
-    return [f"* extrapolated: {reason}" for reason in reasons]
+    """Reasons that differ in their first number only are one note, with all numbers."""
+    numbers: dict[str, list[int]] = {}
+    for reason in dict.fromkeys(reason for each in predictions for reason in each.extrapolated):
+        first, _, rest = reason.partition(" ")
+        own = numbers.setdefault(rest if first.isdecimal() else reason, [])
+        own.extend([int(first)] if first.isdecimal() else [])
+    return [
+        f"* extrapolated: {', '.join(map(str, sorted(own)))}{' ' if own else ''}{rest}"
+        for rest, own in numbers.items()
+    ]
 
 
 def condition_notes(plan: Plan) -> Iterator[str]:
