@@ -188,6 +188,8 @@ class Session:
     def remove(self) -> None:
         """Remove all hooks."""
         self._remove_hooks()
+        if self._windows is not None:
+            self._windows.remove()
         if self._collectives is not None:
             self._collectives.remove()
 

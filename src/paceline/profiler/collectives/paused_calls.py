@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from paceline.profiler.tracking.step_tracker import StepTracker
 
 INTERVAL_SECONDS, MAX_INTERVAL_SECONDS = 0.25, 8.0
-LOCK_SECONDS = 1.0
+LOCK_SECONDS = JOIN_SECONDS = 1.0
 STALL_STEPS, STALL_SECONDS = 8, 0.5
 """Training stands still if no step ends for so many usual steps, and so long."""
 LAST_CALLS = 32
@@ -68,7 +68,8 @@ class PausedCalls:
         self._is_over = threading.Event()
         self._add = guard(self._add_calls)
         self._abort_handler = _AbortHandler(lambda: self._add())
-        threading.Thread(target=guard(self._watch), name="stalls", daemon=True).start()
+        self._thread = threading.Thread(target=guard(self._watch), name="stalls", daemon=True)
+        self._thread.start()
 
     def begin(self, bases: Bases, calls: Mapping[int, int], step_seconds: float) -> None:
         """`calls`: by index of a group, how many of its collectives precede the pause."""
@@ -81,8 +82,12 @@ class PausedCalls:
         self._is_paused = False
         self._end_all()
 
-    def close(self, has_failed: bool) -> None:
+    def remove(self, *, has_failed: bool = False) -> None:
+        """Stop watching; `has_failed`: an exception ends the program."""
+        if self._is_over.is_set():
+            return
         self._is_over.set()
+        self._thread.join(JOIN_SECONDS)
         self._abort_handler.remove()
         if has_failed:
             self._add()

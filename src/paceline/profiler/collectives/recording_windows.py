@@ -13,6 +13,7 @@ What is in progress when training stops is read from PyTorch's flight recorder.
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -98,12 +99,16 @@ class RecordingWindows:
 
     def close(self, has_failed: bool) -> None:
         """The process ends, or is not measured any more."""
-        self._tracker.events.window_ends = -1
-        if self._paused_calls is not None:
-            self._paused_calls.close(has_failed)
+        self._tracker.events.window_ends = sys.maxsize
+        self.remove(has_failed=has_failed)
         if self._is_paused:
             self._describe("resume", self._totals())
             self._is_paused = False
+
+    def remove(self, *, has_failed: bool = False) -> None:
+        """Stop the thread, before the log is closed."""
+        if self._paused_calls is not None:
+            self._paused_calls.remove(has_failed=has_failed)
 
     def _end_window(self) -> None:
         tracker = self._tracker

@@ -7,6 +7,7 @@ event, and the events of many steps are interpreted at once (docs/design-notes.m
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from threading import get_ident
 from time import perf_counter, thread_time
@@ -57,7 +58,7 @@ class EventQueue:
         none."""
         self.updates = 0
         """Steps of all optimizers."""
-        self.window_ends = -1
+        self.window_ends = sys.maxsize
         """How many of them there are when `on_window` is called, after the last one."""
         self.on_window: Callable[[], object] = lambda: None
         self.noted = 0

@@ -141,7 +141,7 @@ def update_notes(tracker: StepTracker) -> tuple[Callable[..., None], Callable[..
         events.is_in_model = False
         if now >= events.due:
             events.flush_due()
-        if events.updates == events.window_ends:
+        if events.updates >= events.window_ends:
             events.on_window()
 
     return begin_update, end_update
