@@ -6,7 +6,8 @@
 `predict` predicts the held-out runs that FILE has (default: those recorded for the tests), and
 prints the error relative to the measured step time, the rank correlation of the strategies for each
 link, model and number of nodes, and how many measurements are within the 80% intervals. It shows
-the same for the form of AdaptDL's model (Qiao et al., OSDI 2021), fitted to the same runs.
+the same for the form of AdaptDL's model (Qiao et al., OSDI 2021), fitted to the same runs, and how
+far the strategy that is predicted to be the fastest is from the fastest measured one.
 
 `measure` runs emulated clusters (common/plan_measurements.py). Links have 100 Mbit/s, 1 Gbit/s, and
 1 Gbit/s with a round trip of 1 ms, which emulation/forwarder.c adds if the kernel has no netem
@@ -32,6 +33,7 @@ from time import monotonic
 import numpy as np
 
 from common.plan_measurements import (
+    STRATEGIES,
     WORKERS,
     Measurements,
     Measurer,
@@ -42,9 +44,13 @@ from common.side_by_side import run_side_by_side
 from paceline.errors import RunError
 from paceline.plan.calibration import Calibration, MeasuredRun, parse
 from paceline.plan.measurement import ShortRuns
+from paceline.plan.option_variants import EXACT_STRATEGIES
 from paceline.plan.prediction import Target
 
 RECORDED = Path(__file__).parents[1] / "tests" / "plan" / "data" / "emulated_clusters.jsonl"
+
+CLOSE = 1.1
+"""Step time of a good choice, relative to the best one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +158,25 @@ def rank_correlation(first: list[float], second: list[float]) -> float:
     return 1 - 6 * differences / (len(first) * (len(first) ** 2 - 1))
 
 
+def choices(cases: list[Case]) -> dict[str, float]:
+    """Measured step time of the strategy that is predicted to be the fastest, relative to the best.
+
+    By link, model and number of workers, among the strategies that compute what one worker does.
+    """
+    exact = set(EXACT_STRATEGIES) & set(STRATEGIES)
+    groups: dict[str, list[Case]] = {}
+    for case in cases:
+        group, _, strategy = case.name.rpartition("/")
+        if strategy in exact:
+            groups.setdefault(group, []).append(case)
+    return {
+        name: min(group, key=lambda case: case.predicted).measured
+        / min(case.measured for case in group)
+        for name, group in groups.items()
+        if len(group) == len(exact)
+    }
+
+
 def _row(label: str, cases: list[Case], is_baseline: bool = False) -> str:
     chosen = [case.baseline if is_baseline else case.predicted for case in cases]
     signed = np.array([case.error(each) for case, each in zip(cases, chosen, strict=True)])
@@ -188,6 +213,12 @@ def print_table(cases: list[Case], shows_cases: bool) -> None:
             print(_row(key, [case for case in cases if case.name.split("/")[position] == key]))
     print(_row("all", cases))
     print(_row("AdaptDL's model", cases, is_baseline=True))
+    if chosen := [*choices(cases).values()]:
+        close = sum(ratio <= CLOSE for ratio in chosen)
+        print(
+            f"the strategy predicted to be the fastest is within {CLOSE - 1:.0%} of the best in"
+            f" {close} of {len(chosen)} groups (median {np.median(chosen):.2f} times its time)"
+        )
     busy = [case.busy for case in cases]
     print(f"other processes used {np.median(busy):.0%} of the CPU (at most {max(busy):.0%})")
 
