@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack
+from pathlib import Path
 
-from paceline.records import RunFolder
+from paceline.records import RunFolder, default_name
+
+OUT = "runs"
 
 _running = ExitStack()
 """Ends the profile of this kernel."""
@@ -23,7 +26,9 @@ def start() -> None:
             if measured.result is not None:
                 present(RunFolder(measured.folder), measured.result, sys.stdout)
 
-        measured = stack.enter_context(profile())
+        # The program is the same for all notebooks: the launcher of the kernel.
+        name = default_name(Path(OUT), "notebook", "profile")
+        measured = stack.enter_context(profile(out=OUT, name=name))
         _running.enter_context(stack.pop_all())
 
 
