@@ -219,6 +219,25 @@ def test_threads_that_fit_are_not_too_many(tmp_path: Path) -> None:
     assert not faults(tmp_path, FakeScript(growth=[{"queue_seconds": 0.004}] * 2))
 
 
+@pytest.mark.parametrize(
+    ("sets", "cores", "are_too_many"),
+    [
+        # Each rank has a core of its own, as mpirun binds them.
+        (("1", "2"), 1, False),
+        (("1", "1"), 1, True),
+        # A quota of one core, which both share.
+        (("3", "3"), 1, True),
+    ],
+)
+def test_ranks_that_are_bound_to_different_cores_do_not_share_them(
+    tmp_path: Path, sets: tuple[str, str], cores: int, are_too_many: bool
+) -> None:
+    facts = [{"threads": 1, "cores": cores, "core_set": one} for one in sets]
+    script = FakeScript(facts=facts, growth=[{"queue_seconds": 0.004}] * 2)
+    found_here = [isinstance(one, found.TooManyThreads) for one in faults(tmp_path, script)]
+    assert found_here == [True] * are_too_many
+
+
 def test_small_buckets_of_exposed_communication(tmp_path: Path) -> None:
     phases = [{**BALANCED, "exchange": 0.003}] * 2
     model = {**line(9, "net = DDP(net, bucket_cap_mb=0.1)"), "bucket_bytes": [100_000] * 30,

@@ -25,6 +25,7 @@ def process_use() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
         "cores": _cores(),
+        "core_set": core_set(),
         "cpu_seconds": round(time.process_time(), 4),
         "queue_seconds": None if waiting is None else round(sum(waiting.values()), 4),
         "main_queue_seconds": None if waiting is None else round(waiting.get(os.getpid(), 0.0), 4),
@@ -36,6 +37,19 @@ def process_use() -> dict[str, Any]:
 @functools.cache
 def _cores() -> int:
     return cores_usable()
+
+
+@functools.cache
+def core_set() -> str | None:
+    """The cores that this process may use, as the bits of a hexadecimal number; None if unknown.
+
+    Launchers such as mpirun bind each rank to cores of its own.
+    """
+    try:
+        allowed = os.sched_getaffinity(0)
+    except AttributeError:  # Not available on this system.
+        return None
+    return f"{sum(1 << core for core in allowed):x}"
 
 
 def queue_seconds() -> dict[int, float] | None:

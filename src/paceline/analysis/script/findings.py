@@ -29,6 +29,7 @@ from paceline.analysis.script.profile import (
     Line,
     RankFacts,
     ScriptProfile,
+    cores_of,
     read_script_profile,
 )
 from paceline.analysis.script.slow_rank import SlowRank, WaitsForCore, find_slow_rank
@@ -270,7 +271,7 @@ def _spare_cores(profile: ScriptProfile, loader_workers: int = 0) -> int:
     first = profile.ranks[0]
     ranks = [one for one in profile.ranks if one.host == first.host]
     used = sum((one.threads or 1) + loader_workers for one in ranks)
-    return max(0, (first.cores or 0) - used)
+    return max(0, (cores_of(ranks) or 0) - used)
 
 
 def _about_calls(profile: ScriptProfile) -> Iterator[ScriptFinding]:
@@ -316,7 +317,7 @@ def _about_copies(profile: ScriptProfile) -> Iterator[ScriptFinding]:
 def _about_threads(profile: ScriptProfile) -> Iterator[ScriptFinding]:
     for host, count in Counter(one.host for one in profile.ranks).items():
         ranks = [one for one in profile.ranks if one.host == host]
-        threads, cores = max(one.threads or 1 for one in ranks), ranks[0].cores
+        threads, cores = max(one.threads or 1 for one in ranks), cores_of(ranks)
         wanted = sum(one.threads or 1 for one in ranks)
         share = _queue_share(ranks)
         if cores and wanted > cores and share is not None and share >= QUEUE_SHARE:

@@ -112,6 +112,9 @@ class RankFacts:
     threads: int | None = None
     omp_num_threads: str | None = None
     cores: int | None = None
+    """How many the rank may use."""
+    core_set: int | None = None
+    """Which ones, as bits; None if unknown."""
     calls: Sequence[Call] = ()
     loaders: Sequence[Loader] = ()
     ddp_models: Sequence[DdpModel] = ()
@@ -192,6 +195,7 @@ def _read_rank(run: Run, rank: int) -> RankFacts | None:
         _integer(last.get("threads")),
         last.get("omp_num_threads"),
         _integer(last.get("cores")),
+        _bits(last.get("core_set")),
         [_call(one) for one in _objects(last.get("calls"))],
         [_loader(one) for one in _objects(last.get("loaders"))],
         [_ddp_model(one) for one in _objects(last.get("ddp_models"))],
@@ -201,12 +205,32 @@ def _read_rank(run: Run, rank: int) -> RankFacts | None:
     )
 
 
+def cores_of(ranks: Sequence[RankFacts]) -> int | None:
+    """The cores that ranks of one machine may use together; None if unknown.
+
+    Each may be bound to cores of its own. A CPU quota, which allows fewer than those, is shared.
+    """
+    together = 0
+    for one in ranks:
+        if one.core_set is None or one.cores != one.core_set.bit_count():
+            return ranks[0].cores
+        together |= one.core_set
+    return together.bit_count()
+
+
 def _objects(values: Any) -> Iterable[Mapping[str, Any]]:
     return [one for one in values if isinstance(one, dict)] if isinstance(values, list) else []
 
 
 def _integer(value: Any) -> int | None:
     return value if type(value) is int else None
+
+
+def _bits(value: Any) -> int | None:
+    try:
+        return int(value, 16) if isinstance(value, str) else None
+    except ValueError:
+        return None
 
 
 def _number(value: Any) -> float | None:
