@@ -203,7 +203,36 @@ def test_a_second_process_of_the_same_rank_is_not_recorded(tmp_path: Path) -> No
     assert json.loads(line)["text"] == text
 
 
-def test_compiled_models_are_compiled_once(tmp_path: Path) -> None:
+def test_a_call_that_another_library_replaced_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original: Any = nn.Module.__call__
+    called: list[str] = []
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        called.append(type(self).__name__)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(nn.Module, "__call__", call)
+    with profiled(tmp_path) as measured:
+        run_loop(1)
+    assert called == ["Sequential", "Linear", "ReLU", "Linear"]
+    assert measured.phases[:3] == ["input", "forward", "backward"]
+
+
+class Wrapped(nn.Module):
+    """A module of a script: those of torch alone are not compiled in place."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        return self.net(inputs)
+
+
+@pytest.mark.parametrize("is_in_place", [False, True])
+def test_compiled_models_are_compiled_once(tmp_path: Path, is_in_place: bool) -> None:
     compilations = 0
 
     def backend(graph: torch.fx.GraphModule, _: object) -> object:
@@ -214,7 +243,11 @@ def test_compiled_models_are_compiled_once(tmp_path: Path) -> None:
     torch._dynamo.reset()
     net = model()
     optimizer = SGD(net.parameters(), lr=0.1)
-    compiled: Any = torch.compile(net, backend=backend)
+    compiled: Any = Wrapped(net)
+    if is_in_place:
+        compiled.compile(backend=backend)
+    else:
+        compiled = torch.compile(compiled, backend=backend)
     with profiled(tmp_path) as measured:
         for batch in loader(4):
             train_step(compiled, optimizer, *batch)
