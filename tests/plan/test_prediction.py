@@ -30,6 +30,14 @@ def ring_seconds(workers: int, size_bytes: float) -> float:
     return 0.2e-3 + 2 * (workers - 1) * (0.4e-3 + size_bytes / workers / 100e6)
 
 
+def test_fewer_samples_take_at_least_their_share_of_the_time() -> None:
+    """Two disturbed measurements, whose line reaches 0 at 24 samples."""
+    noisy = replace(calibration(), compute=(point(32, 0.01), point(64, 0.05)))
+    times = ComputeTimes(noisy)
+    assert times.at(8).seconds == pytest.approx(0.01 * 8 / 32)
+    assert times.at(96).seconds == pytest.approx(0.09, rel=0.01)
+
+
 @pytest.mark.usefixtures("_exact")
 @pytest.mark.parametrize("workers", [2, 3, 4, 8])
 def test_exact_measurements_give_the_formula(workers: int) -> None:

@@ -51,7 +51,9 @@ class ComputeTimes:
         slope, _ = np.polyfit(self.samples, seconds, 1, w=1 / np.maximum(self.samples, 1.0))
         slope = max(float(slope), 0.0)
         nearest = 0 if samples < self.samples[0] else -1
-        return max(0.0, float(seconds[nearest]) + slope * (samples - float(self.samples[nearest])))
+        known, measured = float(seconds[nearest]), float(self.samples[nearest])
+        # No step has less than no fixed cost, whatever two noisy batches suggest.
+        return max(known + slope * (samples - measured), known * min(1.0, samples / measured))
 
 
 def _ascending(seconds: Floats) -> Floats:
