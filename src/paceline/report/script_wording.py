@@ -147,6 +147,43 @@ def account(one: ScriptFinding) -> str:
 def remedy(one: ScriptFinding) -> str:
     """What to change; empty where nothing follows from the finding."""
     match one:
+        case SlowRank():
+            return _for_slow_rank(one)
+        case WaitsForCore():
+            return f"End other processes{_on(one.host)}, or use fewer ranks or threads there."
+        case found.NoLoaderWorkers() | found.SlowInput():
+            return _for_input(one)
+        case found.BlockingCall() | found.BlockingCopy():
+            return _for_blocking(one)
+        case found.TooManyThreads():
+            return _fewer_threads(one)
+        case found.SmallBuckets(is_ddp=True):
+            return f"Use larger buckets: bucket_cap_mb is 25 by default{_in(one.line)}."
+        case found.SmallBuckets():
+            return (
+                "All-reduce one flat tensor instead of many small ones, or use"
+                f" DistributedDataParallel{_in(one.line)}."
+            )
+        case found.NeedlessSearch():
+            return f"Remove find_unused_parameters=True{_in(one.line)}."
+        case found.Imbalance():
+            return "Give all ranks batches of equal cost, such as sequences of similar length."
+        case found.CheckpointStalls():
+            return (
+                "Save less often, or in the background with"
+                f" `torch.distributed.checkpoint.async_save`{_in(one.line)}."
+            )
+        case found.GrowingMemory():
+            return (
+                "Look for tensors that are kept from step to step: a list of losses keeps their"
+                " graphs, unless each is detached."
+            )
+        case found.StepBound():
+            return _for_bottleneck(one)
+
+
+def _for_slow_rank(one: SlowRank) -> str:
+    match one:
         case SlowRank(phase="input", has_neighbors=True):
             return (
                 f"Compare the data of rank {one.rank} with that of the others: its batches take"
@@ -171,8 +208,10 @@ def remedy(one: ScriptFinding) -> str:
                 f"Compare the machine of rank {one.rank} with the others (clock, temperature, other"
                 " processes), or give that rank smaller batches."
             )
-        case WaitsForCore():
-            return f"End other processes{_on(one.host)}, or use fewer ranks or threads there."
+
+
+def _for_input(one: found.NoLoaderWorkers | found.SlowInput) -> str:
+    match one:
         case found.NoLoaderWorkers():
             cores = (
                 ""
@@ -193,6 +232,10 @@ def remedy(one: ScriptFinding) -> str:
                 f"Use more than num_workers={one.workers}, or make batches cheaper to"
                 f" load{_in(one.line)}."
             )
+
+
+def _for_blocking(one: found.BlockingCall | found.BlockingCopy) -> str:
+    match one:
         case found.BlockingCall() if one.call.startswith("dist."):
             return (
                 f"Call `{one.call}` every 50 steps, or with async_op=True and wait a step"
@@ -210,29 +253,10 @@ def remedy(one: ScriptFinding) -> str:
             )
         case found.BlockingCopy():
             return f"Copy with non_blocking=True: the batch is in pinned memory{_in(one.line)}."
-        case found.TooManyThreads():
-            return _fewer_threads(one)
-        case found.SmallBuckets(is_ddp=True):
-            return f"Use larger buckets: bucket_cap_mb is 25 by default{_in(one.line)}."
-        case found.SmallBuckets():
-            return (
-                "All-reduce one flat tensor instead of many small ones, or use"
-                f" DistributedDataParallel{_in(one.line)}."
-            )
-        case found.NeedlessSearch():
-            return f"Remove find_unused_parameters=True{_in(one.line)}."
-        case found.Imbalance():
-            return "Give all ranks batches of equal cost, such as sequences of similar length."
-        case found.CheckpointStalls():
-            return (
-                "Save less often, or in the background with"
-                f" `torch.distributed.checkpoint.async_save`{_in(one.line)}."
-            )
-        case found.GrowingMemory():
-            return (
-                "Look for tensors that are kept from step to step: a list of losses keeps their"
-                " graphs, unless each is detached."
-            )
+
+
+def _for_bottleneck(one: found.StepBound) -> str:
+    match one:
         case found.StepBound() if one.bottleneck.main_share == "communication":
             return (
                 "Communicate less: larger batches, gradient accumulation with `no_sync()`, or a"

@@ -41,16 +41,9 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Copies:
-    """Copies from the host to a GPU by one line."""
+class Copies(Call):
+    """Copies from the host to a GPU by one line; the seconds are those of the program."""
 
-    name: str
-    line: Line
-    count: int
-    steps: int
-    seconds: float
-    """Of the program."""
-    bytes: int
     pageable_bytes: int
     blocking_bytes: int
 
@@ -244,26 +237,23 @@ def _line(one: Mapping[str, Any]) -> Line | None:
 
 
 def _call(one: Mapping[str, Any]) -> Call:
-    return Call(
-        str(one.get("call", "?")),
-        _line(one) or Line("?", 0),
-        _integer(one.get("count")) or 0,
-        _integer(one.get("steps")) or 0,
-        _number(one.get("seconds")) or 0.0,
-        _integer(one.get("bytes")) or 0,
-    )
+    return Call(*_of_line(one))
 
 
 def _copies(one: Mapping[str, Any]) -> Copies:
-    return Copies(
+    more = (_integer(one.get(name)) or 0 for name in ("pageable_bytes", "blocking_bytes"))
+    return Copies(*_of_line(one), *more)
+
+
+def _of_line(one: Mapping[str, Any]) -> tuple[str, Line, int, int, float, int]:
+    """What was counted by line."""
+    return (
         str(one.get("call", "?")),
         _line(one) or Line("?", 0),
         _integer(one.get("count")) or 0,
         _integer(one.get("steps")) or 0,
         _number(one.get("seconds")) or 0.0,
         _integer(one.get("bytes")) or 0,
-        _integer(one.get("pageable_bytes")) or 0,
-        _integer(one.get("blocking_bytes")) or 0,
     )
 
 
