@@ -177,24 +177,47 @@ def choices(cases: list[Case]) -> dict[str, float]:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Of relative errors of the step time."""
+
+    median: float
+    tail: float
+    """90% of the errors are smaller."""
+    bias: float
+    rank_correlation: float
+    """Of the strategies, mean over links, models and numbers of workers; NaN without groups."""
+    coverage: float
+    """Share of measurements within the 80% intervals."""
+
+    @classmethod
+    def of(cls, cases: list[Case], is_baseline: bool = False) -> Summary:
+        chosen = [case.baseline if is_baseline else case.predicted for case in cases]
+        signed = np.array([case.error(each) for case, each in zip(cases, chosen, strict=True)])
+        groups: dict[str, list[int]] = {}
+        for index, case in enumerate(cases):
+            groups.setdefault(case.name.rpartition("/")[0], []).append(index)
+        correlations = [
+            rank_correlation([cases[i].measured for i in group], [chosen[i] for i in group])
+            for group in groups.values()
+            if len(group) > 2
+        ]
+        return cls(
+            float(np.median(np.abs(signed))),
+            float(np.quantile(np.abs(signed), 0.9)),
+            float(np.median(signed)),
+            float(np.mean(correlations)) if correlations else math.nan,
+            sum(case.is_covered for case in cases) / len(cases),
+        )
+
+
 def _row(label: str, cases: list[Case], is_baseline: bool = False) -> str:
-    chosen = [case.baseline if is_baseline else case.predicted for case in cases]
-    signed = np.array([case.error(each) for case, each in zip(cases, chosen, strict=True)])
-    errors = np.abs(signed)
-    groups: dict[str, list[int]] = {}
-    for index, case in enumerate(cases):
-        groups.setdefault(case.name.rpartition("/")[0], []).append(index)
-    correlations = [
-        rank_correlation([cases[index].measured for index in group], [chosen[i] for i in group])
-        for group in groups.values()
-        if len(group) > 2
-    ]
-    correlation = f"{np.median(correlations):11.2f}" if correlations else f"{'':11}"
-    covered = sum(case.is_covered for case in cases) / len(cases)
-    coverage = f"{'':>9}" if is_baseline else f"{covered:9.0%}"
+    found = Summary.of(cases, is_baseline)
+    correlation = "" if math.isnan(found.rank_correlation) else f"{found.rank_correlation:.2f}"
+    coverage = "" if is_baseline else f"{found.coverage:.0%}"
     return (
-        f"{label:22}{len(cases):4}{np.median(errors):9.1%}{np.quantile(errors, 0.9):9.1%}"
-        f"{np.median(signed):+9.1%}{correlation}{coverage}"
+        f"{label:22}{len(cases):4}{found.median:9.1%}{found.tail:9.1%}{found.bias:+9.1%}"
+        f"{correlation:>11}{coverage:>9}"
     )
 
 

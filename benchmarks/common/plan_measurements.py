@@ -23,7 +23,7 @@ from typing import Any
 from paceline.analysis.collection import collect
 from paceline.analysis.contention import other_processes_share
 from paceline.analysis.run import open_run
-from paceline.plan.calibration import Calibration
+from paceline.plan.calibration import Calibration, ComputePoint
 from paceline.plan.comm_records import comm_timings
 from paceline.plan.measurement import COMM, READY_TIMES, ShortRuns
 from paceline.plan.prediction import Predictor, Target
@@ -47,7 +47,7 @@ STRATEGIES = (
     "gather_scatter", "allreduce", "ring", "overlap", "ddp", "sharded", "parameter_server",
     "local_sgd",
 )  # fmt: skip
-WORKERS = (8, 4, 3)
+WORKERS = (4, 3, 8)
 BATCH_SIZE = 192
 """Global, so that all workers have equal shares."""
 LOCAL_BATCHES = (24, 48, 64, 96)
@@ -89,10 +89,26 @@ class Measurements:
         if key not in self._predictors:
             record = self.by_name[key]["calibration"]
             collectives = comm_timings(self.by_name[f"{link}/comm"]["record"], key)
-            found = Calibration.from_dict(record)
-            found = dataclasses.replace(found, collectives=tuple(collectives))
-            self._predictors[key] = Predictor(found)
+            self._predictors[key] = Predictor(
+                dataclasses.replace(
+                    Calibration.from_dict(record),
+                    collectives=tuple(collectives),
+                    compute=self._compute(model, link == ONE_HOST),
+                )
+            )
         return self._predictors[key]
+
+    def _compute(self, model: str, is_one_host: bool) -> tuple[ComputePoint, ...]:
+        """The median of all links for each batch, because runs of one worker use no link."""
+        points: dict[int, list[ComputePoint]] = {}
+        for link in (ONE_HOST,) if is_one_host else LINKS:
+            if one := self.by_name.get(f"{link}/{model}/calibration"):
+                for point in Calibration.from_dict(one["calibration"]).compute:
+                    points.setdefault(point.samples, []).append(point)
+        return tuple(
+            sorted(same, key=lambda point: point.seconds)[(len(same) - 1) // 2]
+            for _, same in sorted(points.items())
+        )
 
 
 def _rounded(value: Any) -> Any:

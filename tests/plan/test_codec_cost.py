@@ -12,11 +12,12 @@ from paceline.plan.calibration import Calibration, CodecTiming, Gradient, Measur
 from paceline.plan.codec_cost import PLANNED_CODECS, codec_cost
 from paceline.plan.collective_cost import CollectiveTime
 from paceline.plan.job import Compute, Job
+from paceline.plan.links import Link
 from paceline.plan.overlap_simulation import Transfer, simulate_overlap
 from paceline.plan.prediction import Predictor, Target
 from paceline.plan.step_simulation import simulate_step
 from paceline.plan.strategy_options import own_options
-from tests.support.calibrations import LINK, calibration
+from tests.support.calibrations import FAST, LINK, calibration
 
 MIB = 2**20
 SIZES = (MIB // 16, MIB, 4 * MIB)
@@ -108,8 +109,8 @@ def test_encoding_and_the_backward_pass_share_the_cores() -> None:
     assert late.end == pytest.approx(1.75)
 
 
-def with_codecs() -> Calibration:
-    return replace(calibration(), codec_timings=TIMINGS)
+def with_codecs(link: Link = LINK) -> Calibration:
+    return replace(calibration(link=link), codec_timings=TIMINGS)
 
 
 def test_a_codec_pays_off_on_a_slow_link_only() -> None:
@@ -127,14 +128,14 @@ def test_a_codec_pays_off_on_a_slow_link_only() -> None:
 
 
 def test_runs_without_the_codec_correct_plans_with_it() -> None:
-    plain = Target("ring", 2, 64, link=LINK)
-    expected = Predictor(calibration()).predict(plain).step_seconds.median
+    plain = Target("ring", 2, 64, link=FAST)
+    expected = Predictor(calibration(link=FAST)).predict(plain).step_seconds.median
     run = MeasuredRun(
-        "ring", {}, "gloo", 2, 2, LINK, 32, 1.5 * expected, {"input": 0.0, "forward": 0.0126}
+        "ring", {}, "gloo", 2, 2, FAST, 32, 1.5 * expected, {"input": 0.0, "forward": 0.0126}
     )
     target = replace(plain, options={"codec": "bf16"})
-    before = Predictor(with_codecs()).predict(target).step_seconds.median
-    slower = Predictor(replace(with_codecs(), runs=(run,))).predict(target).step_seconds.median
+    before = Predictor(with_codecs(FAST)).predict(target).step_seconds.median
+    slower = Predictor(replace(with_codecs(FAST), runs=(run,))).predict(target).step_seconds.median
     assert slower > 1.2 * before
 
 

@@ -14,6 +14,7 @@ from paceline.plan.collective_cost import (
     MESSAGE_SHARE,
     Rounds,
     RoundTimes,
+    in_sequence,
     measured_round_trips,
     rounds_of,
 )
@@ -83,15 +84,49 @@ def test_a_faster_link_is_limited_by_its_own_rate_and_by_software() -> None:
     assert times.on_link(slow, fast, 1e-8)(1e6) == pytest.approx(1e-4 + 0.01)
 
 
-def test_a_burst_at_the_start_of_a_transfer_lowers_the_line() -> None:
+BURST = 2**17
+
+
+def burst_times() -> RoundTimes:
     """Up to 128 KiB pass at once, as a token bucket does it."""
     points = tuple(
-        SizePoint(size, (2 * (1e-3 + max(0.0, size / 2 - 2**17) / RATE),) * 3)
+        SizePoint(size, (1e-3 + max(0.0, size - BURST) / RATE,) * 3)
         for size in (2**12, 2**16, 2**20, 2**22, 2**24)
     )
-    times = RoundTimes.of(CollectiveTiming("gloo", "all_reduce", "ring", 2, 2, None, points))
-    assert times(2**12) == pytest.approx(1e-3)
-    assert times(2**22) == pytest.approx(1e-3 + (2**22 - 2**17) / RATE)
+    return RoundTimes.of(CollectiveTiming("gloo", "send_recv", "library", 2, 2, None, points))
+
+
+def test_a_rested_link_transfers_its_burst_at_once() -> None:
+    times = burst_times()
+    assert times.time([Rounds(1, 2**12)]).seconds == pytest.approx(1e-3)
+    assert times.time([Rounds(1, 2**22)]).seconds == pytest.approx(1e-3 + (2**22 - BURST) / RATE)
+
+
+def test_rounds_that_follow_each_other_have_one_burst_and_what_the_link_recovers() -> None:
+    """In the latency of a round, the link recovers 100 kB."""
+    times = burst_times()
+    for count in (2, 8):
+        moved = count * 2**20 - BURST - (count - 1) * 1e-3 * RATE
+        found = times.time([Rounds(count, 2**20)]).seconds
+        assert found == pytest.approx(count * 1e-3 + moved / RATE, rel=1e-3)
+    # Small rounds need no more than what it recovers.
+    assert times.time([Rounds(50, 90e3)]).seconds == pytest.approx(50e-3, rel=1e-3)
+
+
+def test_collectives_share_a_burst_unless_the_link_rests() -> None:
+    one = burst_times().time([Rounds(1, 2**20)])
+    first, second = in_sequence([one, one])
+    assert first.seconds == pytest.approx(one.seconds)
+    assert second.seconds == pytest.approx(1e-3 + 2**20 / RATE - 1e-3)
+    _, rested = in_sequence([one, one], ready=[0.0, 1.0])
+    assert rested.seconds == pytest.approx(one.seconds)
+
+
+def test_each_direction_of_a_link_has_its_burst() -> None:
+    """The root receives, then sends: the other direction rests meanwhile."""
+    times = RoundTimes(1e-3, 1 / RATE, burst_seconds=BURST / RATE)
+    both = times.time(rounds_of("all_reduce", "root", 2, 2**20))
+    assert both.seconds == pytest.approx(2 * (1e-3 + (2**20 - BURST) / RATE))
 
 
 def test_what_messages_do_not_explain_is_the_cost_of_the_call() -> None:

@@ -14,7 +14,7 @@ from paceline.plan.compute_times import ComputeTimes
 from paceline.plan.links import Link
 from paceline.plan.prediction import Predictor, Target
 from paceline.plan.stragglers import expected_maximum
-from tests.support.calibrations import LINK, calibration, point, timing
+from tests.support.calibrations import FAST, LINK, calibration, point, timing
 
 
 @pytest.fixture
@@ -99,27 +99,41 @@ def test_predictions_are_reproducible() -> None:
 @pytest.mark.usefixtures("_exact")
 def test_a_run_of_the_same_strategy_corrects_its_communication() -> None:
     run = MeasuredRun(
-        "ring", {}, "gloo", 2, 2, LINK, 32,
+        "ring", {}, "gloo", 2, 2, FAST, 32,
         step_seconds=0.042 + 1.5 * ring_seconds(2, 4_404_000),
         phases=dict(point(32, 0.042).phases),
     )  # fmt: skip
-    corrected = Predictor(replace(calibration(), runs=(run,)), samples=3)
-    found = corrected.predict(Target("ring", 4, 64, link=LINK)).step_seconds.median
+    corrected = Predictor(replace(calibration(link=FAST), runs=(run,)), samples=3)
+    found = corrected.predict(Target("ring", 4, 64, link=FAST)).step_seconds.median
     assert found == pytest.approx(0.026 + 1.5 * ring_seconds(4, 4_404_000), rel=1e-3)
     # Nor does another bucket size change what is specific to the strategy.
-    other = corrected.predict(Target("ring", 4, 64, {"first_bucket_mib": "1"}, link=LINK))
+    other = corrected.predict(Target("ring", 4, 64, {"first_bucket_mib": "1"}, link=FAST))
     assert other.step_seconds.median == pytest.approx(found)
+
+
+@pytest.mark.usefixtures("_exact")
+def test_a_correction_does_not_make_the_link_slower() -> None:
+    """Software takes 5 ms longer than with two workers alone; the bytes of the link do not."""
+    exchange = ring_seconds(2, 4_404_000)
+    phases = {**point(32, 0.042).phases, "exchange": exchange + 5e-3, "wait": 0.0}
+    run = MeasuredRun("ring", {}, "gloo", 2, 2, LINK, 32, 0.1, phases)
+    found = Predictor(replace(calibration(), runs=(run,)), samples=3)
+    link = 4_404_000 / 125e6
+    factor = (exchange + 5e-3 - link) / (exchange - link)
+    expected = 1.5 * link + factor * (ring_seconds(4, 4_404_000) - 1.5 * link)
+    step = found.predict(Target("ring", 4, 64, link=LINK)).step_seconds.median
+    assert step == pytest.approx(0.026 + expected, rel=1e-3)
 
 
 def test_strategies_without_runs_are_corrected_like_others_but_less_surely() -> None:
     run = MeasuredRun(
-        "ring", {}, "gloo", 2, 2, LINK, 32,
+        "ring", {}, "gloo", 2, 2, FAST, 32,
         step_seconds=0.042 + 1.5 * ring_seconds(2, 4_404_000),
         phases=dict(point(32, 0.042).phases),
     )  # fmt: skip
-    target = Target("tree", 4, 64, link=LINK)
-    plain = Predictor(calibration()).predict(target).step_seconds
-    corrected = Predictor(replace(calibration(), runs=(run,))).predict(target).step_seconds
+    target = Target("tree", 4, 64, link=FAST)
+    plain = Predictor(calibration(link=FAST)).predict(target).step_seconds
+    corrected = Predictor(replace(calibration(link=FAST), runs=(run,))).predict(target).step_seconds
     assert corrected.median - 0.026 == pytest.approx(1.5 * (plain.median - 0.026), rel=0.05)
     assert corrected.high - corrected.low > 1.3 * 1.5 * (plain.high - plain.low)
 
@@ -246,13 +260,13 @@ def test_workers_that_synchronize_rarely_wait_less() -> None:
 def test_a_run_that_varies_makes_its_correction_uncertain() -> None:
     def width(deviation: float) -> float:
         run = MeasuredRun(
-            "ring", {}, "gloo", 2, 2, LINK, 32,
+            "ring", {}, "gloo", 2, 2, FAST, 32,
             step_seconds=0.042 + ring_seconds(2, 4_404_000),
             phases=dict(point(32, 0.042).phases),
             deviation=deviation,
         )  # fmt: skip
-        found = Predictor(replace(calibration(), runs=(run,))).predict(
-            Target("ring", 4, 64, link=LINK)
+        found = Predictor(replace(calibration(link=FAST), runs=(run,))).predict(
+            Target("ring", 4, 64, link=FAST)
         )
         return found.step_seconds.high - found.step_seconds.low
 
@@ -266,14 +280,16 @@ def test_a_disturbed_run_does_not_condemn_its_strategy() -> None:
     }  # fmt: skip
     runs = tuple(
         MeasuredRun(
-            name, own, "gloo", 2, 2, LINK, 32,
+            name, own, "gloo", 2, 2, FAST, 32,
             step_seconds=0.042 + factor * ring_seconds(2, 4_404_000),
             phases=dict(point(32, 0.042).phases),
         )
         for (name, own), factor in zip(options.items(), (2.0, 1.0, 1.0, 1.0), strict=True)
     )  # fmt: skip
     alone, among = (
-        Predictor(replace(calibration(), runs=each)).predict(Target("ring", 4, 64, link=LINK))
+        Predictor(replace(calibration(link=FAST), runs=each)).predict(
+            Target("ring", 4, 64, link=FAST)
+        )
         for each in (runs[:1], runs)
     )
     exact = 0.026 + ring_seconds(4, 4_404_000)

@@ -9,18 +9,18 @@ import pytest
 from paceline.plan.calibration import Calibration, MeasuredRun
 from paceline.plan.prediction import Predictor, Target
 from paceline.plan.validation import median_error, validate
-from tests.support.calibrations import LINK, calibration
+from tests.support.calibrations import FAST, calibration
 
 
 def run(strategy: str, factor: float = 1.0, workers: int = 2) -> MeasuredRun:
     """A run whose step takes `factor` times as long as predicted."""
-    target = Target(strategy, workers, 64, hosts=workers, link=LINK)
-    seconds = factor * float(Predictor(calibration()).predict(target).step_seconds.median)
-    return MeasuredRun(strategy, {}, "gloo", workers, workers, LINK, 64 // workers, seconds, {})
+    target = Target(strategy, workers, 64, hosts=workers, link=FAST)
+    seconds = factor * float(Predictor(calibration(link=FAST)).predict(target).step_seconds.median)
+    return MeasuredRun(strategy, {}, "gloo", workers, workers, FAST, 64 // workers, seconds, {})
 
 
 def with_runs(*runs: MeasuredRun) -> Calibration:
-    return replace(calibration(), runs=runs)
+    return replace(calibration(link=FAST), runs=runs)
 
 
 def test_a_run_is_predicted_without_the_runs_of_its_configuration() -> None:
@@ -35,7 +35,7 @@ def test_a_run_is_predicted_without_the_runs_of_its_configuration() -> None:
 
 def test_held_out_runs_are_predicted_from_all_runs() -> None:
     known, larger = run("ring", 1.2), run("ring", 1.2, workers=4)
-    alone = validate(calibration(), [larger])
+    alone = validate(calibration(link=FAST), [larger])
     corrected = validate(with_runs(known), [larger])
     assert [each.is_held_out for each in corrected] == [False, True]
     assert abs(corrected[1].error) < abs(alone[0].error)
@@ -43,9 +43,9 @@ def test_held_out_runs_are_predicted_from_all_runs() -> None:
 
 
 def test_runs_that_cannot_be_predicted_are_omitted() -> None:
-    assert validate(calibration(), [replace(run("ring"), strategy="mine")]) == []
+    assert validate(calibration(link=FAST), [replace(run("ring"), strategy="mine")]) == []
 
 
 def test_the_median_error_ignores_signs() -> None:
-    checks = validate(calibration(), [run("ring", 1.25), run("ring", 0.8), run("ddp")])
+    checks = validate(calibration(link=FAST), [run("ring", 1.25), run("ring", 0.8), run("ddp")])
     assert median_error(checks) == pytest.approx(0.2, abs=0.02)

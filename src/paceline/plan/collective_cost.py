@@ -13,8 +13,9 @@ nominal links is added.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +38,8 @@ class Rounds:
     """Bytes that the busiest link carries in one direction, in one round."""
     messages: int = 1
     """That the busiest worker receives or sends, in one round."""
+    alternates: bool = False
+    """Whether the busiest link carries them in turns in one direction and in the other."""
 
 
 def rounds_of(
@@ -54,7 +57,7 @@ def rounds_of(
         if algorithm in ("ring", "library"):
             return (Rounds(2 * peers, chunk),)
         if algorithm == "root":
-            return (Rounds(2, peers * size_bytes, peers),)
+            return (Rounds(2, peers * size_bytes, peers, alternates=True),)
         if algorithm == "tree":
             return (Rounds(2 * depth, size_bytes),)
         if algorithm == "halving_doubling":
@@ -77,33 +80,121 @@ def rounds_of(
 
 @dataclass(frozen=True, slots=True)
 class CollectiveTime:
-    """Time of one collective that has the link to itself."""
+    """Time of one collective that has the link to itself, and in which its burst is available."""
 
     delay_seconds: float
     """Round trips, in which other collectives can use the link."""
-    busy_seconds: float
-    """Transfer, sums and software, which concurrent collectives share."""
+    software_seconds: float
+    """Calls, threads and copies, which concurrent collectives share."""
     codec_seconds: float = 0.0
     """Encoding and decoding, which share the worker's cores with its backward pass."""
+    transfer_seconds: float = 0.0
+    """All bytes at the rate of the link, without bursts."""
+    link_seconds: float = 0.0
+    """The part of `transfer_seconds` that the nominal link needs: no software makes it shorter."""
+    burst_seconds: float = 0.0
+    """What a rested link transfers at once, at its rate."""
+    rounds: int = 1
+    alternates: bool = False
+    """Whether rounds take turns in the directions of the busiest link, each with its own burst."""
+
+    @property
+    def busy_seconds(self) -> float:
+        """What concurrent collectives share."""
+        return self.software_seconds + _Bursts().exposed_seconds(self)
+
+    @property
+    def idle_seconds(self) -> float:
+        """Of the link."""
+        return self.delay_seconds + self.software_seconds + self.codec_seconds
 
     @property
     def seconds(self) -> float:
-        return self.delay_seconds + self.busy_seconds + self.codec_seconds
+        return self.idle_seconds + _Bursts().exposed_seconds(self)
 
-    def scaled(self, factor: float) -> CollectiveTime:
-        return CollectiveTime(
-            self.delay_seconds * factor, self.busy_seconds * factor, self.codec_seconds * factor
+    def scaled(self, factor: float, software_factor: float = 1.0) -> CollectiveTime:
+        """All times by `factor`, and what is not due to the link by `software_factor` too."""
+        slower = self.transfer_seconds - self.link_seconds
+        return replace(
+            self,
+            delay_seconds=self.delay_seconds * factor,
+            software_seconds=self.software_seconds * factor * software_factor,
+            codec_seconds=self.codec_seconds * factor,
+            transfer_seconds=(self.link_seconds + slower * software_factor) * factor,
+            link_seconds=self.link_seconds * factor,
+            burst_seconds=self.burst_seconds * factor,
         )
 
     def __add__(self, other: CollectiveTime) -> CollectiveTime:
+        """One after the other."""
         return CollectiveTime(
             self.delay_seconds + other.delay_seconds,
-            self.busy_seconds + other.busy_seconds,
+            self.software_seconds + other.software_seconds,
             self.codec_seconds + other.codec_seconds,
+            self.transfer_seconds + other.transfer_seconds,
+            self.link_seconds + other.link_seconds,
+            max(self.burst_seconds, other.burst_seconds),
+            self.rounds + other.rounds,
+            self.alternates or other.alternates,
         )
 
 
-NO_TIME = CollectiveTime(0.0, 0.0)
+NO_TIME = CollectiveTime(0.0, 0.0, rounds=0)
+
+
+class _Bursts:
+    """Token buckets of both directions of a link: a rested link transfers its burst at once.
+
+    Such a bucket limits the rate of emulated links and of many rented machines.
+    """
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._since = [-math.inf, -math.inf]
+        """When each direction had no tokens, in seconds of transfer; the past fills the bucket."""
+
+    def wait_until(self, seconds: float) -> None:
+        self._now = max(self._now, seconds)
+
+    def exposed_seconds(self, time: CollectiveTime) -> float:
+        """Transfer time of the next collective that no burst hides."""
+        rounds = max(time.rounds, 1)
+        idle, transfer = time.idle_seconds / rounds, time.transfer_seconds / rounds
+        if not time.alternates:
+            saved = (rounds - 1) * min(idle, time.burst_seconds)
+            needed = max(time.transfer_seconds - saved, transfer)
+            return self._transfer((0, 1), time.idle_seconds, needed, time.burst_seconds)
+        return math.fsum(
+            self._transfer((number % 2,), idle, transfer, time.burst_seconds)
+            for number in range(rounds)
+        )
+
+    def _transfer(
+        self, directions: Sequence[int], idle: float, needed: float, burst: float
+    ) -> float:
+        self._now += idle
+        tokens = min(burst, *(self._now - self._since[each] for each in directions))
+        exposed = max(0.0, needed - tokens)
+        self._now += exposed
+        for each in directions:
+            self._since[each] = self._now - max(0.0, tokens - needed)
+        return exposed
+
+
+def in_sequence(
+    times: Sequence[CollectiveTime], ready: Iterable[float] = ()
+) -> list[CollectiveTime]:
+    """Collectives that follow each other, with what the bursts of the link leave of each.
+
+    None starts before its time in `ready`.
+    """
+    bursts = _Bursts()
+    found = []
+    for time, when in zip(times, chain(ready, repeat(0.0)), strict=False):
+        bursts.wait_until(when)
+        exposed = bursts.exposed_seconds(time)
+        found.append(replace(time, transfer_seconds=exposed, link_seconds=0.0, burst_seconds=0.0))
+    return found
 
 
 SMALL_BYTES, SMALL_SECONDS = 2**17, 1e-3
@@ -112,18 +203,18 @@ buffers and in the burst of a link."""
 
 
 class RoundTimes:
-    """Seconds of a round by link bytes: at least the latency, and linear for large rounds.
+    """Seconds of a round by link bytes: a latency, and a time per byte.
 
-    The line need not start at the latency. A token bucket lets the first bytes pass at once, which
-    lowers it; a sum after each transfer raises it.
+    The burst of a link is transferred at once, but only once by rounds that follow each other.
     """
 
     def __init__(
         self,
         latency_seconds: float,
         seconds_per_byte: float,
-        offset_seconds: float | None = None,
         *,
+        link_seconds_per_byte: float = 0.0,
+        burst_seconds: float = 0.0,
         call_seconds: float = 0.0,
         message_seconds: float = 0.0,
         round_trip_seconds: float = 0.0,
@@ -131,7 +222,10 @@ class RoundTimes:
         largest_bytes: float = math.inf,
     ) -> None:
         self.latency_seconds, self.seconds_per_byte = latency_seconds, seconds_per_byte
-        self.offset_seconds = latency_seconds if offset_seconds is None else offset_seconds
+        self.link_seconds_per_byte = min(link_seconds_per_byte, seconds_per_byte)
+        """Of the nominal link; 0 within a host."""
+        self.burst_seconds = burst_seconds
+        """What the rested link transfers at once, at its rate."""
         self.call_seconds = call_seconds
         """Of a collective, besides its rounds: calls, threads, buffers."""
         self.message_seconds = message_seconds
@@ -165,15 +259,19 @@ class RoundTimes:
             seconds.append(float(np.median(samples)) / count)
         rate = timing.link.bytes_per_second if timing.link else math.inf
         small_bytes = min(SMALL_BYTES, rate * SMALL_SECONDS)
-        latency, slope, offset = _fit(np.array(sizes), np.array(seconds), small_bytes)
+        latency, slope, burst = _fit(np.array(sizes), np.array(seconds), small_bytes)
         round_trip = timing.link.round_trip_seconds if timing.link else 0.0
         of_call = 0.0
         if message_seconds is not None:
             of_call = max(0.0, latency - message_seconds - round_trips * round_trip)
+        if not rounds[0].alternates:
+            # While a round waits, the link recovers what the next one transfers at once.
+            burst = max(0.0, count * burst - (count - 1) * min(latency, burst))
         return cls(
             latency - of_call,
             slope,
-            offset - of_call,
+            link_seconds_per_byte=1 / rate,
+            burst_seconds=burst,
             call_seconds=of_call * count,
             message_seconds=MESSAGE_SHARE * (message_seconds or 0.0),
             round_trip_seconds=round_trip,
@@ -187,24 +285,34 @@ class RoundTimes:
         return min(self._round_trips * self._round_trip_seconds, self.latency_seconds)
 
     def __call__(self, link_bytes: float) -> float:
-        line = self.offset_seconds + link_bytes * self.seconds_per_byte
-        return max(self.latency_seconds, line)
+        """Of one of many rounds, without bursts and calls."""
+        return self.latency_seconds + link_bytes * self.seconds_per_byte
 
     def time(self, rounds: Sequence[Rounds]) -> CollectiveTime:
-        total = math.fsum(
-            each.count * (self(each.link_bytes) + (each.messages - 1) * self.message_seconds)
-            for each in rounds
+        if not rounds:
+            return NO_TIME
+        count = sum(each.count for each in rounds)
+        messages = sum(each.count * (each.messages - 1) for each in rounds)
+        moved = math.fsum(each.count * each.link_bytes for each in rounds)
+        delay = self.delay_seconds * count
+        software = self.latency_seconds * count - delay + messages * self.message_seconds
+        return CollectiveTime(
+            delay,
+            software + self.call_seconds,
+            transfer_seconds=moved * self.seconds_per_byte,
+            link_seconds=moved * self.link_seconds_per_byte,
+            burst_seconds=self.burst_seconds,
+            rounds=count,
+            alternates=rounds[0].alternates,
         )
-        total += self.call_seconds if rounds else 0.0
-        delay = self.delay_seconds * sum(each.count for each in rounds)
-        return CollectiveTime(delay, total - delay)
 
     def on_link(
         self, measured: Link, link: Link, least_seconds_per_byte: float = 0.0
     ) -> RoundTimes:
         """The times on another link: the difference of the nominal links is added.
 
-        `least_seconds_per_byte` is what software takes: no link makes it faster.
+        `least_seconds_per_byte` is what software takes: no link makes it faster. Whether the other
+        link has bursts is not known.
         """
         if measured == link:
             return self
@@ -214,7 +322,7 @@ class RoundTimes:
         return RoundTimes(
             max(self.latency_seconds + trips, LEAST_LATENCY_SECONDS),
             max(self.seconds_per_byte + slower, least),
-            self.offset_seconds + trips,
+            link_seconds_per_byte=1 / link.bytes_per_second,
             call_seconds=self.call_seconds,
             message_seconds=self.message_seconds,
             round_trip_seconds=link.round_trip_seconds,
@@ -229,8 +337,8 @@ class RoundTimes:
         return RoundTimes(
             self.latency_seconds * latency,
             self.seconds_per_byte * transfer,
-            # The line starts where a message of no bytes would end.
-            self.offset_seconds + self.latency_seconds * (latency - 1),
+            link_seconds_per_byte=self.link_seconds_per_byte * transfer,
+            burst_seconds=self.burst_seconds * transfer,
             call_seconds=self.call_seconds * latency,
             message_seconds=self.message_seconds * latency,
             round_trip_seconds=self._round_trip_seconds * latency,
@@ -245,24 +353,23 @@ MESSAGE_SHARE = 0.25
 
 
 def _fit(sizes: Floats, seconds: Floats, small_bytes: float) -> tuple[float, float, float]:
-    """Latency, seconds per byte and offset of the line."""
+    """Latency, seconds per byte, and seconds that a burst saves."""
     is_small = sizes <= small_bytes
     if is_small.all() or not is_small.any():
         # One kind of rounds shows only a line.
         slope, offset = _robust_line(sizes, seconds)
-        return max(offset, 0.0), slope, max(offset, 0.0)
+        return max(offset, 0.0), slope, 0.0
     # The smallest of them, since a slow link also needs time for the bytes of the others.
     smallest = np.argsort(sizes)[: max(1, int(is_small.sum()) // 2)]
     latency = float(np.median(seconds[smallest]))
-    if (~is_small).sum() == 1:
-        slope = float(max(seconds[~is_small][0] - latency, 0.0) / sizes[~is_small][0])
-        return latency, slope, latency
-    slope, offset = _robust_line(sizes[~is_small], seconds[~is_small])
-    if (~is_small).sum() == 2:
-        # Two sizes cannot tell an offset from noise.
-        anchored = np.median((seconds[~is_small] - latency) / sizes[~is_small])
-        return latency, float(max(anchored, 0.0)), latency
-    return latency, slope, offset
+    large, seconds = sizes[~is_small], seconds[~is_small]
+    slope, offset = _robust_line(large, seconds)
+    if len(large) > 2 and offset < latency:
+        return latency, slope, latency - offset
+    # Two sizes cannot tell a burst from noise, and nothing but a burst lowers the line.
+    weights = large / large.sum()
+    anchored = float(np.dot(weights, np.maximum(seconds - latency, 0.0) / large))
+    return latency, anchored, 0.0
 
 
 def _robust_line(sizes: Floats, seconds: Floats) -> tuple[float, float]:
@@ -287,9 +394,12 @@ def _robust_line(sizes: Floats, seconds: Floats) -> tuple[float, float]:
 
 def nominal_round_times(link: Link, overhead_seconds: float = 50e-6) -> RoundTimes:
     """A link that was not measured: one round trip, and the nominal bandwidth."""
-    latency = overhead_seconds + link.round_trip_seconds
+    per_byte = 1 / link.bytes_per_second
     return RoundTimes(
-        latency, 1 / link.bytes_per_second, round_trip_seconds=link.round_trip_seconds
+        overhead_seconds + link.round_trip_seconds,
+        per_byte,
+        link_seconds_per_byte=per_byte,
+        round_trip_seconds=link.round_trip_seconds,
     )
 
 

@@ -98,8 +98,9 @@ class CollectiveMeasurements:
                 timing.link,
             )
             if each.operation == "send_recv" and is_same:
-                half_trip = each.link.round_trip_seconds / 2 if each.link else 0.0
-                return max(0.0, RoundTimes.of(each).latency_seconds - half_trip)
+                # The receiver first tells the sender that it is ready.
+                round_trip = each.link.round_trip_seconds if each.link else 0.0
+                return max(0.0, RoundTimes.of(each).latency_seconds - round_trip)
         return None
 
     def _software_seconds_per_byte(self, timing: CollectiveTiming) -> float:

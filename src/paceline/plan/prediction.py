@@ -8,7 +8,7 @@ reports define it: the mean over the steps, without the first one.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, Self
@@ -37,7 +37,7 @@ LOW, HIGH = 0.1, 0.9
 COMPUTE_ERROR, COMMUNICATION_ERROR = 0.03, 0.05
 """Relative standard deviation between two runs that no single run shows: placement, clock speed,
 other programs; and of what the model leaves out."""
-LEAST_CORRECTION = 0.4
+LEAST_CORRECTION = 0.25
 """Beyond this, the run was disturbed or is not what the model describes."""
 LEAST_SPREAD = 0.1
 """Relative standard deviation of the correction of a strategy without runs."""
@@ -165,7 +165,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """Factor on the time of all collectives."""
+    """Factor on the software's part of all collectives."""
 
     factor: float
     deviation: float
@@ -188,9 +188,7 @@ class _Sample:
             pooled = random.choice(pooled, len(pooled))
         self.residuals = pooled / pooled.mean() if len(pooled) else np.ones(1)
         errors = np.zeros(3) if random is None else random.normal(size=3)
-        self.compute_factor = math.exp(COMPUTE_ERROR * errors[0])
-        self.communication_factor = math.exp(COMMUNICATION_ERROR * errors[1])
-        self.correction_error = float(errors[2])
+        self.compute_error, self.communication_error, self.correction_error = map(float, errors)
         """In standard deviations."""
         self._slowest: dict[tuple[float, int, float, int], float] = {}
         self._codec_timings, self._random = calibration.codec_timings, random
@@ -237,7 +235,10 @@ class Predictor:
         factor = self._racks_factor(target)
         seconds = np.array([step.seconds for step in steps]) * factor
         alone = np.array(
-            [self._single(sample, target) * sample.compute_factor for sample in self._samples]
+            [
+                self._single(sample, target) * self._compute_deviation(sample)
+                for sample in self._samples
+            ]
         )
         # What racks add to a step is communication.
         exchange = np.array([step.exchange_seconds for step in steps])
@@ -271,10 +272,8 @@ class Predictor:
             self._simulate(
                 sample,
                 target,
-                sample.compute_factor * compute,
-                sample.communication_factor
-                * correction.factor
-                * math.exp(correction.deviation * sample.correction_error),
+                self._compute_deviation(sample) * compute,
+                correction.factor * math.exp(correction.deviation * sample.correction_error),
             )
             for sample in self._samples
         ]
@@ -286,9 +285,9 @@ class Predictor:
         return sample.compute.at(target.samples).seconds
 
     def _simulate(
-        self, sample: _Sample, target: Target, compute_factor: float, communication_factor: float
+        self, sample: _Sample, target: Target, compute_factor: float, software_factor: float
     ) -> StepTime:
-        return simulate_step(self._job(sample, target, compute_factor, communication_factor))
+        return simulate_step(self._job(sample, target, compute_factor, software_factor))
 
     def _racks_factor(self, target: Target) -> float:
         if target.racks is None or target.workers == 1:
@@ -304,7 +303,7 @@ class Predictor:
         )
 
     def _job(
-        self, sample: _Sample, target: Target, compute_factor: float, communication_factor: float
+        self, sample: _Sample, target: Target, compute_factor: float, software_factor: float
     ) -> Job:
         if target.options.get("mode", "sync") == "sync":
             steps = local_steps(target.strategy, target.options)
@@ -323,6 +322,9 @@ class Predictor:
             # The servers update the weights, which no worker slows.
             compute = replace(compute, update=compute.update / slowest)
         times = sample.collectives
+        communication = 1.0
+        if sample.communication_error:
+            communication = math.exp(self._communication_error * sample.communication_error)
 
         def collective(operation: str, algorithm: str, size_bytes: float) -> CollectiveTime:
             spent = NO_TIME
@@ -331,7 +333,7 @@ class Predictor:
             ):
                 rounds = times.rounds(level.operation, level.algorithm, level.place)
                 spent += rounds.scaled(factors.latency, factors.transfer).time(level.rounds)
-            return spent.scaled(communication_factor * cores)
+            return spent.scaled(communication * cores, software_factor)
 
         return Job(
             target.strategy,
@@ -364,6 +366,25 @@ class Predictor:
         known = [factor for factor in factors if factor is not None]
         return float(np.median(known)) if known else 1.0
 
+    def _compute_deviation(self, sample: _Sample) -> float:
+        return math.exp(self._compute_error * sample.compute_error)
+
+    @cached_property
+    def _compute_error(self) -> float:
+        """Relative standard deviation of compute times between runs of several workers."""
+        ratios = [self._compute_ratio(run) for run in self.calibration.runs if run.workers > 1]
+        return _spread([ratio for ratio in ratios if ratio is not None], COMPUTE_ERROR)
+
+    @cached_property
+    def _communication_error(self) -> float:
+        """Relative standard deviation of the exchanges of runs from those of the model."""
+        ratios = []
+        for run in self.calibration.runs:
+            if run.workers > 1 and run.strategy in STRATEGIES:
+                ratio = _measured_exchange(run) / max(self._exchange_seconds(run, 1.0), 1e-9)
+                ratios += [ratio] if ratio > 0 else []
+        return _spread(ratios, COMMUNICATION_ERROR)
+
     @cached_property
     def _independence(self) -> float:
         """How much of the variation of a worker's steps makes others wait.
@@ -392,7 +413,7 @@ class Predictor:
         return min(max(measured / model, LEAST_CORRECTION), 1 / LEAST_CORRECTION)
 
     def _correction(self, target: Target) -> Correction:
-        """Factor on communication that makes the model exact for runs on the same link.
+        """Factor on the software of collectives that makes the model exact for runs on the link.
 
         From runs of the same strategy with the most similar number of workers, with the same
         options if there are any. Much of the factor is due to the machine, so it is drawn towards
@@ -439,24 +460,25 @@ class Predictor:
             self._corrections[key] = self._fit_correction(run)
         return self._corrections[key]
 
-    def _fit_correction(self, run: MeasuredRun) -> Correction:
-        """By bisection: a step is longer with longer communication."""
-        target = Target.of(run)
+    def _exchange_seconds(self, run: MeasuredRun, software_factor: float) -> float:
+        """By the model, for a step like those of the run: what `_measured_exchange` measures."""
         compute = self._compute_ratio(run) or 1.0
+        step = self._simulate(self._center, Target.of(run), compute, software_factor)
+        return step.exchange_seconds if "exchange" in run.phases else step.seconds
 
-        def excess(factor: float) -> float:
-            step = self._simulate(self._center, target, compute, factor)
-            return step.seconds - run.step_seconds
-
+    def _fit_correction(self, run: MeasuredRun) -> Correction:
+        """By bisection, from the exchange phase, which compute times do not disturb."""
+        measured = _measured_exchange(run)
         low, high = LEAST_CORRECTION, 1 / LEAST_CORRECTION
         for _ in range(30):
             middle = math.sqrt(low * high)
-            low, high = (low, middle) if excess(middle) > 0 else (middle, high)
+            is_long = self._exchange_seconds(run, middle) > measured
+            low, high = (low, middle) if is_long else (middle, high)
         factor = math.sqrt(low * high)
-        step = self._simulate(self._center, target, compute, factor)
-        communication = max(step.seconds - step.compute_seconds, 0.1 * step.seconds)
-        # What varies of the step is attributed to its communication.
-        deviation = math.hypot(run.deviation, RUN_DEVIATION) * step.seconds / communication
+        found, more = (self._exchange_seconds(run, each) for each in (factor, 1.1 * factor))
+        # What varies of the exchange is attributed to software.
+        software = max((more - found) / 0.1, 0.1 * measured, 1e-9)
+        deviation = math.hypot(run.deviation, RUN_DEVIATION) * measured / software
         return Correction(factor, min(deviation, 0.5))
 
     def _memory_bytes(self, target: Target) -> float | None:
@@ -487,6 +509,23 @@ class Predictor:
                 found.append(f"{target.workers} workers, measured {measured}")
             found += self._center.collectives.extrapolations(target.place)
         return found
+
+
+def _measured_exchange(run: MeasuredRun) -> float:
+    """Exposed communication of a step; the whole step if the run did not record it."""
+    if "exchange" not in run.phases:
+        return run.step_seconds
+    # Workers of a parameter server wait for each other at the server.
+    wait = run.phases.get("wait", 0.0) if run.strategy == "parameter_server" else 0.0
+    return run.phases["exchange"] + wait
+
+
+def _spread(ratios: Sequence[float], least: float) -> float:
+    """Standard deviation of the logarithms, without outliers; at least `least`."""
+    if len(ratios) < FEWEST_RUNS:
+        return least
+    logs = np.log(ratios)
+    return max(least, 1.48 * float(np.median(np.abs(logs - np.median(logs)))))
 
 
 Form = tuple[str, dict[str, str]]

@@ -19,7 +19,11 @@ def parameter_server_step(job: Job) -> StepTime:
     if job.options.get("mode", "sync") != "sync":
         return _asynchronous(job, transfer, update)
     compute = job.compute.seconds - job.compute.update
-    exchange = 2 * transfer.seconds + update * (1 + additions)
+    # Workers whose weights arrive early send their next gradients while others still receive:
+    # at worst none of them, at best all but the last.
+    last = job.collective("send_recv", "library", up / (job.workers - 1)) if up else NO_TIME
+    sends = (transfer.seconds + last.seconds) / 2
+    exchange = transfer.seconds + sends + update * (1 + additions)
     return StepTime(compute + exchange, compute, exchange, 0.0, 2 * up)
 
 

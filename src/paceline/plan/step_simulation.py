@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from paceline.errors import MissingMeasurementError, NoPredictionError
 from paceline.plan.calibration import Gradient
-from paceline.plan.collective_cost import CollectiveTime
+from paceline.plan.collective_cost import CollectiveTime, in_sequence
 from paceline.plan.job import Job, StepTime
 from paceline.plan.overlap_simulation import (
     GLOO_THREADS,
@@ -61,7 +61,7 @@ def _averaging(job: Job) -> StepTime:
     chosen, is_flat = _preset(job)
     sizes = [each.size_bytes for each in job.gradients]
     sizes = [sum(sizes)] if is_flat else sizes
-    times = [job.reduction(chosen, size) for size in sizes]
+    times = in_sequence([job.reduction(chosen, size) for size in sizes])
     if chosen == "library" and job.codec is None:
         # All are started before the first is waited for.
         transfers = [Transfer(0.0, time) for time in times]
@@ -115,10 +115,9 @@ def _in_buckets(job: Job) -> StepTime:
     layout = bucket_layout(job) or []
     sizes = [sum(job.gradients[index].size_bytes for index in bucket) for bucket in layout]
     ready = [max(job.gradients[index].ready for index in bucket) for bucket in layout]
-    transfers = [
-        Transfer(when, job.reduction(algorithm, size))
-        for when, size in zip(ready, sizes, strict=True)
-    ]
+    starts = [when * job.compute.backward for when in ready]
+    reductions = in_sequence([job.reduction(algorithm, size) for size in sizes], starts)
+    transfers = [*map(Transfer, ready, reductions)]
     times = simulate_overlap(job.compute.backward, transfers, threads, job.contention)
     return _overlapped(job, times, _reduced_bytes(job, algorithm, sizes))
 
@@ -131,12 +130,14 @@ def _overlapped(job: Job, times: OverlapTimes, link_bytes: float) -> StepTime:
 
 def _sharded(job: Job) -> StepTime:
     padded = _padded_bytes(job)
-    exchange = _reduce_scatter(job, padded) + _all_gather(job, padded)
+    exchange = math.fsum(
+        time.seconds
+        for time in in_sequence([_reduce_scatter(job, padded), _all_gather(job, padded)])
+    )
     update = job.compute.update / job.workers
     compute = job.compute.seconds - job.compute.update + update
-    seconds = compute + exchange.seconds
     link = job.link_bytes("all_reduce", "library", padded)
-    return StepTime(seconds, compute, exchange.seconds, 0.0, link)
+    return StepTime(compute + exchange, compute, exchange, 0.0, link)
 
 
 def _fsdp(job: Job) -> StepTime:
