@@ -47,7 +47,7 @@ from paceline.plan.measurement import ShortRuns
 from paceline.plan.option_variants import EXACT_STRATEGIES
 from paceline.plan.prediction import Target
 
-RECORDED = Path(__file__).parents[1] / "tests" / "plan" / "data" / "emulated_clusters.jsonl"
+RECORDED = Path(__file__).parents[1] / "tests" / "plan" / "recorded" / "emulated_clusters.jsonl"
 
 CLOSE = 1.1
 """Step time of a good choice, relative to the best one."""

@@ -136,7 +136,7 @@ def test_runs_without_the_codec_correct_plans_with_it() -> None:
     target = replace(plain, options={"codec": "bf16"})
     before = Predictor(with_codecs(FAST)).predict(target).step_seconds.median
     slower = Predictor(replace(with_codecs(FAST), runs=(run,))).predict(target).step_seconds.median
-    assert slower > 1.2 * before
+    assert slower > 1.15 * before
 
 
 def test_a_codec_that_was_not_measured_is_named() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -35,6 +37,18 @@ class ComputeTimes:
 
     def is_measured(self, samples: float) -> bool:
         return bool(self.samples[0] <= samples <= self.samples[-1])
+
+    @property
+    def deviation(self) -> float:
+        """Relative standard deviation of the measured times from a line: one run may be disturbed.
+
+        0 for fewer than three batches.
+        """
+        if len(self.samples) < 3:
+            return 0.0
+        seconds = np.sum([*self._phases.values()], axis=0)
+        line = np.polyval(np.polyfit(self.samples, seconds, 1, w=1 / seconds), self.samples)
+        return math.sqrt(float(np.sum((seconds / line - 1) ** 2)) / (len(seconds) - 2))
 
     def at(self, samples: float) -> Compute:
         if len(self.samples) == 1 and samples != self.samples[0]:

@@ -45,7 +45,7 @@ def levels_of(
         return _two_levels(operation, per_host, hosts, size_bytes, within, across)
     if operation == "all_reduce" and algorithm == "root":
         # Messages from the root's own host do not use its link.
-        rounds = (Rounds(2, (workers - per_host) * size_bytes, workers - 1),)
+        rounds = (Rounds(2, (workers - per_host) * size_bytes, workers - 1, alternates=True),)
         return (Level(operation, algorithm, across, rounds),)
     if operation == "all_reduce" and algorithm in MESSAGE_ROUNDS:
         local, remote = _by_level(algorithm, workers, per_host)

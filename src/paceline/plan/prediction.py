@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from statistics import NormalDist
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -32,6 +33,8 @@ from paceline.plan.stragglers import asynchronous_mean, expected_maximum
 Floats = NDArray[np.float64]
 
 SAMPLES = 100
+ERRORS = 4
+"""Of a sample, besides the measurements that it draws."""
 LOW, HIGH = 0.1, 0.9
 """Quantiles of the interval."""
 COMPUTE_ERROR, COMMUNICATION_ERROR = 0.03, 0.05
@@ -180,6 +183,7 @@ class _Sample:
         calibration: Calibration,
         measurements: CollectiveMeasurements,
         random: np.random.Generator | None,
+        errors: Sequence[float],
     ) -> None:
         self.compute = ComputeTimes(calibration, random)
         self.collectives = CollectiveTimes(measurements, random)
@@ -187,8 +191,7 @@ class _Sample:
         if random is not None and len(pooled):
             pooled = random.choice(pooled, len(pooled))
         self.residuals = pooled / pooled.mean() if len(pooled) else np.ones(1)
-        errors = np.zeros(3) if random is None else random.normal(size=3)
-        self.compute_error, self.communication_error, self.correction_error = map(float, errors)
+        self.compute_error, self.communication_error, self.correction_error, self.run_error = errors
         """In standard deviations."""
         self._slowest: dict[tuple[float, int, float, int], float] = {}
         self._codec_timings, self._random = calibration.codec_timings, random
@@ -222,12 +225,17 @@ class Predictor:
     @cached_property
     def _samples(self) -> list[_Sample]:
         random = np.random.default_rng(self._seed)
-        return [_Sample(self.calibration, self._measurements, random) for _ in range(self._count)]
+        # Evenly spaced quantiles, so that the median has no error of its own.
+        spaced = [NormalDist().inv_cdf((rank + 0.5) / self._count) for rank in range(self._count)]
+        errors = np.transpose([random.permutation(spaced) for _ in range(ERRORS)])
+        return [
+            _Sample(self.calibration, self._measurements, random, each) for each in errors.tolist()
+        ]
 
     @cached_property
     def _center(self) -> _Sample:
         """The measurements themselves."""
-        return _Sample(self.calibration, self._measurements, None)
+        return _Sample(self.calibration, self._measurements, None, [0.0] * ERRORS)
 
     def predict(self, target: Target) -> Prediction:
         """MissingMeasurementError if the calibration lacks what the prediction needs."""
@@ -243,10 +251,12 @@ class Predictor:
         # What racks add to a step is communication.
         exchange = np.array([step.exchange_seconds for step in steps])
         exposed = (exchange + seconds * (1 - 1 / factor)) / seconds
+        # No run takes as long as the next.
+        one_run = seconds * np.exp([RUN_DEVIATION * each.run_error for each in self._samples])
         return Prediction(
             target,
-            Interval.of(seconds),
-            Interval.of(target.samples / seconds),
+            Interval.of(one_run),
+            Interval.of(target.samples / one_run),
             Interval.of(alone / target.workers / seconds),
             Interval.of(exposed),
             steps[0].link_bytes,
@@ -371,9 +381,10 @@ class Predictor:
 
     @cached_property
     def _compute_error(self) -> float:
-        """Relative standard deviation of compute times between runs of several workers."""
+        """Relative standard deviation of compute times: between runs, and from a line."""
         ratios = [self._compute_ratio(run) for run in self.calibration.runs if run.workers > 1]
-        return _spread([ratio for ratio in ratios if ratio is not None], COMPUTE_ERROR)
+        between_runs = _spread([ratio for ratio in ratios if ratio is not None], COMPUTE_ERROR)
+        return math.hypot(between_runs, self._center.compute.deviation)
 
     @cached_property
     def _communication_error(self) -> float:
