@@ -34,7 +34,7 @@ def cases(accuracy: Any) -> Any:
 def test_recorded_runs_cover_all_links_models_and_strategies(cases: Any) -> None:
     kinds = [{case.name.split("/")[position] for case in cases} for position in range(4)]
     assert list(map(len, kinds)) == [3, 4, 3, 8]
-    assert len(cases) >= 205
+    assert len(cases) >= 235
 
 
 def test_predicted_step_times_are_close_to_those_of_recorded_runs(

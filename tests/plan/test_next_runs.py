@@ -29,7 +29,7 @@ def measure_buckets(path: Path, exchange_seconds_per_byte: float) -> None:
         worker["buckets"] = {
             "count": 2, "bucket_mib": 2.0, "reason": "measured",
             "measurements": {
-                "backward_seconds": 0.025, "ready_seconds": [0.005, 0.025],
+                "backward_seconds": 0.025, "ready_seconds": [0.022, 0.025],
                 "latency_seconds": 1e-3, "seconds_per_byte": exchange_seconds_per_byte,
                 "overlapped_seconds_per_byte": exchange_seconds_per_byte,
             },
@@ -41,8 +41,8 @@ def measure_buckets(path: Path, exchange_seconds_per_byte: float) -> None:
 def root(tmp_path: Path) -> Path:
     """One worker is slower than two are predicted to be."""
     write(tmp_path, "one-16", 1, 16)
-    write(tmp_path, "one-64", 1, 64)
-    write(tmp_path, "two-tree", 2, 64, strategy="tree")
+    write(tmp_path, "one-96", 1, 96)
+    write(tmp_path, "two-tree", 2, 96, strategy="tree")
     comm_record(tmp_path / "comm.json")
     return tmp_path
 
@@ -50,7 +50,7 @@ def root(tmp_path: Path) -> Path:
 def test_faster_configurations_are_found_with_their_gain(root: Path) -> None:
     found = found_in(root)
     assert found is not None
-    assert (found.fastest.name, found.fastest.workers) == (str(root / "one-64"), 1)
+    assert (found.fastest.name, found.fastest.workers) == (str(root / "one-96"), 1)
     gains = [each.gain.median for each in found.found]
     assert gains
     assert min(gains) > 0.05
@@ -67,7 +67,7 @@ def test_measured_configurations_are_not_suggested(root: Path) -> None:
     assert before is not None
     best = before.found[0].prediction.target
     assert best.workers == 2
-    write(root, "two-best", 2, 64, strategy=best.strategy)
+    write(root, "two-best", 2, 96, strategy=best.strategy)
     after = found_in(root)
     suggested = [each.prediction.target for each in after.found] if after else []
     assert (best.strategy, 2) not in [(each.strategy, each.workers) for each in suggested]
