@@ -85,6 +85,8 @@ def test_a_worker_without_batches_left_contributes_nothing_and_nobody_waits() ->
     longest = [samples(1), samples(2), samples(3)]
     accounts = []
     for constant, account in together(longest, [samples(8)], [samples(5), samples(6)], epochs=2):
+        # Waiting for the others at the end of the data is not subtracted from input.
+        assert min(account["phases"].values()) >= 0
         assert constant == pytest.approx(fit([(1, 8, 5), (2, 6), (3,)] * 2))
         accounts.append(account)
     assert [account["samples"] for account in accounts] == [6, 2, 4]

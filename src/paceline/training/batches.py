@@ -76,7 +76,8 @@ class Batches(ABC):
             yield batch
         self._current, self._done = epoch + 1, 0
         # The end of the data is not part of an iteration.
-        clock.move("input", "other", clock.enter("other") - self.began)
+        clock.phase = "other"
+        clock.enter("other")
 
     @abstractmethod
     def _batches(self, epoch: int) -> Iterator[Any]:
@@ -176,6 +177,8 @@ class OwnBatches(Batches):
             self._has_batch = True
             yield batch
         self._has_batch = False
+        # Agreeing on the end of the data is not input.
+        self._replica.clock.phase = "other"
         while self._others_have_batches():
             self.own_samples = 0
             yield self._last
