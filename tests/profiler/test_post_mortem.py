@@ -268,27 +268,43 @@ def test_ranks_that_a_signal_ends_have_not_failed(
 
 SCRIPT = """
 import os, sys, time
+from pathlib import Path
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
-fault, last = sys.argv[1], int(sys.argv[2])
+fault, last, uses_ddp = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "ddp"
 dist.init_process_group("gloo")
 is_faulty = dist.get_rank() == 1
 model = torch.nn.Linear(10, 10)
+if uses_ddp:
+    model = DistributedDataParallel(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def exchange():
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+
+def differ():
+    if fault == "broadcast" and is_faulty:
+        dist.broadcast(torch.zeros(100), 1)
+    elif fault == "size" and is_faulty:
+        dist.all_reduce(torch.zeros(400))
+    else:
+        dist.all_reduce(torch.zeros(100))
 
 def stall():
     time.sleep(1000)
 
 for step in range(last + 2):
     model(torch.randn(4, 10)).sum().backward()
-    for parameter in model.parameters():
-        if fault == "broadcast" and is_faulty and step == last:
-            dist.broadcast(parameter.grad, 1)
-        elif fault == "size" and is_faulty and step == last:
-            dist.all_reduce(torch.zeros(4 * parameter.numel()))
-        else:
-            dist.all_reduce(parameter.grad)
+    if not uses_ddp:
+        exchange()
+    if step == last and is_faulty:
+        number = dist.group.WORLD._get_sequence_number_for_group()
+        Path(__file__).with_name("number").write_text(str(number))
+    if step == last and fault in ("broadcast", "size"):
+        differ()
     optimizer.step()
     optimizer.zero_grad()
     if is_faulty and step == last:
@@ -304,12 +320,12 @@ PATIENCE_SECONDS = 90
 
 
 RECORDED, PAUSED = 4, 40
-"""Steps whose collectives are recorded, and are not, if those of one in eight windows are."""
+"""The step in which a rank fails: those of the script are recorded, and those of DDP are not in a
+step after the first windows, if one in eight windows is recorded."""
 
 
 @pytest.fixture(params=[RECORDED, PAUSED], ids=["recorded", "paused"])
 def last(request: pytest.FixtureRequest) -> int:
-    """The step in which a rank fails."""
     step: int = request.param
     return step
 
@@ -321,8 +337,9 @@ def profiled(folder: Path, fault: str, last: int = RECORDED) -> Iterator[subproc
     paceline = [sys.executable, "-m", "paceline", "profile", "--quiet", "--hang-seconds", "4"]
     options = ["--out", str(folder), "--name", "run"]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    faults = [fault, str(last), "ddp" if last == PAUSED else "script"]
     process = subprocess.Popen(
-        [*paceline, *options, "--", *launcher, "--nproc-per-node=2", script, fault, str(last)],
+        [*paceline, *options, "--", *launcher, "--nproc-per-node=2", script, *faults],
         env={**os.environ, FACTOR_VARIABLE: "8"},
         stderr=subprocess.PIPE,
         text=True,
@@ -348,6 +365,11 @@ def wait_for_report(folder: Path) -> dict[str, Any]:
     return report
 
 
+def number_of_last(folder: Path) -> int:
+    """How many collectives the faulty rank had called before it failed."""
+    return int((folder / "number").read_text())
+
+
 def read_result(folder: Path) -> dict[str, Any]:
     values: dict[str, Any] = json.loads((folder / "run" / "result.json").read_text())
     return values
@@ -360,10 +382,10 @@ def test_a_stalled_rank_is_named_with_its_line(tmp_path: Path, last: int) -> Non
     assert report["event"] == "hang"
     assert report["seconds"] >= 4
     assert waiting["collective"]["operation"] == "all_reduce"
-    # Two parameters per step, and DDP is not used: numbers 0 to 9 are those of the first 5 steps.
-    sequence = 2 * (last + 1)
+    # Process groups count from 1, and records from 0.
+    sequence, size = number_of_last(tmp_path), 440 if last == PAUSED else 400
     assert waiting["collective"]["sequence"] == sequence
-    assert waiting["collective"]["bytes"] == 400
+    assert waiting["collective"]["bytes"] == size
     assert waiting["collective"]["missing_ranks"] == [1]
     assert waiting["line"].startswith("train.py:")
     assert stalled["collective"] is None
@@ -371,7 +393,7 @@ def test_a_stalled_rank_is_named_with_its_line(tmp_path: Path, last: int) -> Non
     text = [headline(report), *lines(report)]
     assert text[1].startswith("rank 1 is not in a collective, at train.py:")
     assert text[2].startswith(
-        f"rank 0 waits for rank 1 in all_reduce of 400 B (number {sequence} of group 0) for"
+        f"rank 0 waits for rank 1 in all_reduce of {size} B (number {sequence} of group 0) for"
     )
     # The job was ended, and the page says the same.
     result = read_result(tmp_path)
@@ -396,22 +418,23 @@ def test_different_collectives_are_named_while_ranks_wait(tmp_path: Path, last: 
     with profiled(tmp_path, "broadcast", last):
         report = wait_for_report(tmp_path)
     (mismatch,) = report["mismatches"]
-    assert mismatch["sequence"] == 2 * last
-    assert [call["operation"] for call in mismatch["calls"]] == ["all_reduce", "broadcast"]
-    # The flight recorder has no roots.
-    root = " with root 1" if last == RECORDED else ""
+    number = number_of_last(tmp_path)
+    assert mismatch["sequence"] == number
+    # A call of the script is recorded before it is issued.
     assert next(lines(report)) == (
-        f"The ranks call different collectives as number {2 * last} of group 0: rank 0 all_reduce"
-        f" of 400 B, rank 1 broadcast of 400 B{root}"
+        f"The ranks call different collectives as number {number} of group 0: rank 0 all_reduce"
+        " of 400 B, rank 1 broadcast of 400 B with root 1"
     )
 
 
-def test_different_sizes_are_named_although_gloo_aborts_the_process(tmp_path: Path) -> None:
-    with profiled(tmp_path, "size", PAUSED):
+def test_different_sizes_are_named_although_gloo_aborts_the_process(
+    tmp_path: Path, last: int
+) -> None:
+    with profiled(tmp_path, "size", last):
         report = wait_for_report(tmp_path)
     assert headline(report) == "Rank 0 failed first: killed by SIGABRT."
     (mismatch,) = report["mismatches"]
-    assert mismatch["sequence"] == 2 * PAUSED
+    assert mismatch["sequence"] == number_of_last(tmp_path)
     assert [call["bytes"] for call in mismatch["calls"]] == [400, 1600]
 
 

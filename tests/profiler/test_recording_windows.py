@@ -12,6 +12,7 @@ from paceline.measure.phase_clock import PhaseClock
 from paceline.profiler.collectives import recording_windows
 from paceline.profiler.collectives.communication import RankCommunication, collectives
 from paceline.profiler.collectives.log import (
+    BACKWARD,
     OPERATIONS,
     TRACED,
     CollectiveLog,
@@ -19,7 +20,12 @@ from paceline.profiler.collectives.log import (
     RankCollectives,
     read_logs,
 )
-from paceline.profiler.collectives.recording_windows import RecordingWindows, _Source, _Totals
+from paceline.profiler.collectives.recording_windows import (
+    RecordingWindows,
+    _Source,
+    _Totals,
+    is_recorded,
+)
 from paceline.profiler.collectives.sampling import recorded, sampling_of
 from paceline.profiler.collectives.waiting import separate_waits
 from paceline.profiler.post_mortem.end_of_rank import find_last_wait
@@ -48,10 +54,16 @@ class Rank:
                 self._add(name, PER_STEP * step + number, arrival + self._late, arrival + 0.03)
         self.steps += count
 
+    @property
+    def now(self) -> float:
+        return self._began(self.steps) - SECONDS / 10
+
     def _began(self, step: int) -> float:
         return 1.0 + SECONDS * step
 
-    def _add(self, name: str, sequence: int, arrival: float, end: float, flags: int = 0) -> None:
+    def _add(
+        self, name: str, sequence: int, arrival: float, end: float, flags: int = BACKWARD
+    ) -> None:
         size = 64 if name == "all_reduce" else 0
         code = OPERATIONS.index(name)
         position = self.log.add(0, code, flags, sequence, size, Counts(), -1, arrival)
@@ -103,6 +115,23 @@ def test_counts_and_bytes_are_those_of_all_steps(tmp_path: Path) -> None:
     (log,) = read(tmp_path, rank).values()
     assert count_calls(log) == {"all_reduce": (50, 50 * 64), "barrier": (50, 0)}
     assert sampling_of(log).recorded_share == pytest.approx(12 / 48)
+
+
+def test_calls_of_the_script_stand_for_themselves(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, 0)
+    for _ in range(3):
+        rank.step(4)
+        rank.pause(4)
+        rank.step(12)
+        rank.resume()
+        # It ended the pause.
+        rank.log.add(0, OPERATIONS.index("broadcast"), 0, 999, 8, Counts(), 0, rank.now)
+    (log,) = read(tmp_path, rank).values()
+    assert count_calls(log) == {
+        "all_reduce": (48, 48 * 64),
+        "barrier": (48, 0),
+        "broadcast": (3, 24),
+    }
 
 
 def test_collectives_after_the_last_step_do_not_count(tmp_path: Path) -> None:
@@ -204,9 +233,21 @@ def test_roots_that_the_flight_recorder_does_not_have_are_no_mismatch(tmp_path: 
     assert separate_waits(read(tmp_path, *ranks)).mismatches == []
 
 
+def test_windows_of_larger_factors_are_recorded_by_smaller_ones() -> None:
+    for factor in (2, 4, 8, 16, 32):
+        recorded_ones = {index for index in range(4096) if is_recorded(index, factor)}
+        assert len(recorded_ones) == pytest.approx(4096 / factor, rel=0.1)
+        assert all(is_recorded(index, factor // 2) for index in recorded_ones)
+        # What a script does every so many steps is in some of them, but not in all.
+        for period in (2, 4, 8, 16, 32, 64):
+            share = sum(index % period == 0 for index in recorded_ones) / len(recorded_ones)
+            assert share == pytest.approx(1 / period, abs=0.1)
+
+
 def windows_of(tracker: Any, **values: Any) -> RecordingWindows:
     windows = RecordingWindows.__new__(RecordingWindows)
     defaults = {"_tracker": tracker, "_is_paused": True, "_sources": [], "_forced": None}
+    defaults["_is_changed"] = False
     for name, value in {**defaults, **values}.items():
         setattr(windows, name, value)
     return windows
@@ -216,15 +257,31 @@ def test_steps_in_a_pause_have_the_share_of_communication_that_recorded_ones_hav
     clock = PhaseClock()
     clock._seconds["backward"] = 0.010
     source = _Source("backward", share=0.4, usual_seconds=0.02, seconds=0.0)
-    windows = windows_of(SimpleNamespace(clock=clock), _sources=[source])
+    events = SimpleNamespace(window_ends=320)
+    windows = windows_of(SimpleNamespace(clock=clock, events=events), _sources=[source])
     windows.end_step()
     assert clock._seconds["backward"] == pytest.approx(0.006)
     assert clock._seconds["exchange"] == pytest.approx(0.004)
+    assert events.window_ends == 320
     # The other rank saves a checkpoint: this one waits, and computes no longer than usual.
     clock._seconds["backward"] += 2.0
     windows.end_step()
     assert clock._seconds["wait"] == pytest.approx(2.0 - recording_windows.STALL_SECONDS)
     assert sum(clock._seconds.values()) == pytest.approx(2.01)
+    # Recording resumes with the next step.
+    assert events.window_ends == 0
+
+
+def test_code_of_the_script_is_not_taken_for_waiting() -> None:
+    clock = PhaseClock()
+    clock._seconds["other"] = 2.0
+    source = _Source("other", share=0.1, usual_seconds=0.02, seconds=0.0)
+    events = SimpleNamespace(window_ends=320)
+    windows = windows_of(SimpleNamespace(clock=clock, events=events), _sources=[source])
+    windows.end_step()
+    assert clock._seconds["wait"] == 0
+    assert clock._seconds["exchange"] == pytest.approx(0.2)
+    assert events.window_ends == 320
 
 
 @pytest.mark.parametrize(
@@ -234,8 +291,8 @@ def test_steps_in_a_pause_have_the_share_of_communication_that_recorded_ones_hav
 def test_the_cost_of_recording_decides_how_many_windows_are_recorded(
     monkeypatch: pytest.MonkeyPatch, share: float, before: int, expected: int
 ) -> None:
-    windows = windows_of(None, _window=_Totals(0, 10.0, 1.0, {}, {}), _factor=before)
-    monkeypatch.setattr(windows, "_can_pause", lambda _: True)
-    assert windows._next_factor(_Totals(16, 12.0, 1.0 + 2 * share, {}, {})) == expected
-    monkeypatch.setattr(windows, "_can_pause", lambda _: False)
-    assert windows._next_factor(_Totals(16, 12.0, 1.0 + 2 * share, {}, {})) == 1
+    windows = windows_of(None, _window=_Totals(0, 0, 10.0, 1.0, 0, 0, {}, {}), _factor=before)
+    monkeypatch.setattr(windows, "_can_pause", lambda *_: True)
+    assert windows._next_factor(_Totals(16, 16, 12.0, 1.0 + 2 * share, 0, 0, {}, {})) == expected
+    monkeypatch.setattr(windows, "_can_pause", lambda *_: False)
+    assert windows._next_factor(_Totals(16, 16, 12.0, 1.0 + 2 * share, 0, 0, {}, {})) == 1

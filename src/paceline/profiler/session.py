@@ -136,6 +136,8 @@ class Session:
         warn(self.folder, f"the profiler stopped: {error_line(error)}")
         if self._facts is not None:
             self._facts.stop()
+        if self._windows is not None:
+            self._windows.remove()
         # Not the kernels of the dispatcher: one of them may have failed, and is still running.
         self._remove_hooks(is_in_hook=True)
 

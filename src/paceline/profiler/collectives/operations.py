@@ -19,7 +19,7 @@ class Operation:
     op: str
     """Name of the operator in namespace c10d of the dispatcher."""
     methods: tuple[str, ...]
-    """Names in process groups that are Python classes."""
+    """Names in process groups."""
     tensors: int | None
     """Position of the argument whose bytes are counted, in both."""
     is_part: bool = False
@@ -85,7 +85,7 @@ ALL = (
         1,
     ),
     Operation("barrier", "barrier", ("barrier",), None),
-    Operation("barrier", "monitored_barrier_", (), None, blocks=True),
+    Operation("barrier", "monitored_barrier_", ("monitored_barrier",), None, blocks=True),
     Operation("reduce", "reduce_", ("reduce",), 0),
     Operation("gather", "gather_", ("gather",), 1, is_part=True),
     Operation("scatter", "scatter_", ("scatter",), 0, is_part=True),
@@ -96,6 +96,7 @@ ALL = (
     Operation("recv", "recv_any_source_", ("recv_anysource",), 0),
 )
 
+METHODS = sorted({name for operation in ALL for name in operation.methods})
 
 _DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 

@@ -1,17 +1,14 @@
 """Collectives in progress while recording is paused, for a post-mortem.
 
-A thread notices that no step ends, and adds what the flight recorder has to the log. A process that
-gloo aborts, as it does when ranks reduce tensors of different sizes, adds it before it ends.
+A thread notices that no step ends, and adds what the flight recorder has to the log.
 """
 
 from __future__ import annotations
 
-import ctypes
-import signal
 import threading
 from collections.abc import Mapping
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from paceline.profiler.collectives.flight_recorder import TracedCall, read_calls
 from paceline.profiler.collectives.log import POLLED, TRACED, CollectiveLog, Counts
@@ -20,8 +17,7 @@ from paceline.profiler.tracking.event_queue import Guard
 if TYPE_CHECKING:
     from paceline.profiler.tracking.step_tracker import StepTracker
 
-INTERVAL_SECONDS, MAX_INTERVAL_SECONDS = 0.25, 8.0
-LOCK_SECONDS = JOIN_SECONDS = 1.0
+INTERVAL_SECONDS, JOIN_SECONDS = 0.25, 1.0
 STALL_STEPS, STALL_SECONDS = 8, 0.5
 """Training stands still if no step ends for so many usual steps, and so long."""
 LAST_CALLS = 32
@@ -35,6 +31,8 @@ Bases = Mapping[str, tuple[int, int]]
 def are_traced(log: CollectiveLog, bases: Bases) -> bool:
     """Whether the flight recorder has the last collectives of the log, and describes them alike."""
     calls = read_calls({name: base for name, (_, base) in bases.items()})
+    if not calls:
+        return False
     traced = {
         (bases[call.group][0], call.number - bases[call.group][1] - 1): (
             call.operation,
@@ -49,7 +47,9 @@ def are_traced(log: CollectiveLog, bases: Bases) -> bool:
         )
         for record in log.read()[-len(calls) :]
     }
-    return bool(own) and all(traced.get(key) == call for key, call in own.items() if call[1])
+    # A barrier has no size.
+    sized = {key: call for key, call in own.items() if call[1]}
+    return bool(sized) and all(traced.get(key) == call for key, call in sized.items())
 
 
 class PausedCalls:
@@ -67,65 +67,68 @@ class PausedCalls:
         self._lock = threading.Lock()
         self._is_over = threading.Event()
         self._add = guard(self._add_calls)
-        self._abort_handler = _AbortHandler(lambda: self._add())
-        self._thread = threading.Thread(target=guard(self._watch), name="stalls", daemon=True)
+        self._thread = threading.Thread(
+            target=guard(self._watch), name="paceline-stalls", daemon=True
+        )
         self._thread.start()
 
     def begin(self, bases: Bases, calls: Mapping[int, int], step_seconds: float) -> None:
         """`calls`: by index of a group, how many of its collectives precede the pause."""
-        self._bases = bases
-        self._stall_seconds = max(STALL_SECONDS, STALL_STEPS * step_seconds)
-        self._written = {name: base + calls.get(index, 0) for name, (index, base) in bases.items()}
-        self._is_paused = True
+        written = {name: base + calls.get(index, 0) for name, (index, base) in bases.items()}
+        with self._lock:
+            self._bases, self._written = bases, written
+            self._stall_seconds = max(STALL_SECONDS, STALL_STEPS * step_seconds)
+            self._is_paused = True
 
     def end(self) -> None:
-        self._is_paused = False
-        self._end_all()
+        with self._lock:
+            self._is_paused = False
+            self._end_all()
 
     def remove(self, *, has_failed: bool = False) -> None:
         """Stop watching; `has_failed`: an exception ends the program."""
         if self._is_over.is_set():
             return
         self._is_over.set()
-        self._thread.join(JOIN_SECONDS)
-        self._abort_handler.remove()
+        if self._thread is not threading.current_thread():
+            self._thread.join(JOIN_SECONDS)
         if has_failed:
             self._add()
 
     def _watch(self) -> None:
-        updates, since, pause = -1, 0.0, 0.0
+        updates, since = -1, 0.0
         while not self._is_over.wait(INTERVAL_SECONDS):
             now = perf_counter()
             if self._tracker.events.updates != updates:
-                updates, since, pause = self._tracker.events.updates, now, self._stall_seconds
-                self._end_all()
-            elif now - since > pause:
+                updates, since = self._tracker.events.updates, now
+                with self._lock:
+                    self._end_all()
+            elif now - since > self._stall_seconds:
                 self._add_calls()
-                # A long evaluation may call many collectives, and reading them takes time.
-                since, pause = perf_counter(), min(2 * pause, MAX_INTERVAL_SECONDS)
+                since = perf_counter()
 
     def _add_calls(self) -> None:
         """Add what was called since the pause, and note which of them ended."""
-        # The thread that aborts may have interrupted this.
-        if not (self._is_paused and self._lock.acquire(timeout=LOCK_SECONDS)):
-            return
-        try:
+        with self._lock:
+            if not self._is_paused:
+                return
             before = {name: number - LAST_CALLS for name, number in self._written.items()}
             calls = read_calls(before)
             for name, number in list(self._written.items()):
                 own = [call for call in calls if call.group == name]
+                in_progress = {call.number for call in own if not call.has_ended}
+                # One that the flight recorder has overwritten has ended, too.
+                for key in [key for key in self._open if key[0] == name]:
+                    if key[1] not in in_progress:
+                        self._end(key)
                 for call in own[-LAST_CALLS:]:
                     if call.number > number:
                         self._add_call(call)
-                    elif call.has_ended:
-                        self._end((name, call.number))
             known = {
                 str(self._bases[name][0]): number - self._bases[name][1]
                 for name, number in self._written.items()
             }
             self._log.describe("calls", calls=known)
-        finally:
-            self._lock.release()
 
     def _add_call(self, call: TracedCall) -> None:
         index, base = self._bases[call.group]
@@ -152,33 +155,5 @@ class PausedCalls:
 
     def _end_all(self) -> None:
         """Training goes on."""
-        with self._lock:
-            for key in list(self._open):
-                self._end(key)
-
-
-_Handler = ctypes.CFUNCTYPE(None, ctypes.c_int)
-_libc = ctypes.CDLL(None)
-_libc.signal.argtypes, _libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
-
-
-class _AbortHandler:
-    """Calls a function before the process aborts.
-
-    Python runs handlers of signals in the main thread, and only after C++ returns; abort does not
-    return.
-    """
-
-    def __init__(self, function: Any) -> None:
-        def handle(_: int) -> None:
-            self.remove()
-            function()
-            # Delivered to the former handler when this one returns.
-            signal.raise_signal(signal.SIGABRT)
-
-        self._handler: Any = _Handler(handle)
-        own = ctypes.cast(self._handler, ctypes.c_void_p)
-        self._former = _libc.signal(signal.SIGABRT, own)
-
-    def remove(self) -> None:
-        _libc.signal(signal.SIGABRT, self._former)
+        for key in list(self._open):
+            self._end(key)

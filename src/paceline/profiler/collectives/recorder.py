@@ -49,7 +49,7 @@ from paceline.profiler.collectives.log import (
     CollectiveLog,
     Counts,
 )
-from paceline.profiler.collectives.operations import Operation, transfer_counts
+from paceline.profiler.collectives.operations import METHODS, Operation, transfer_counts
 from paceline.profiler.collectives.python_groups import PythonGroups
 from paceline.profiler.tracking.event_queue import Guard
 from paceline.profiler.tracking.gpu_times import GpuInterval
@@ -128,8 +128,12 @@ class CollectiveRecorder:
         self.can_pause = True
         """Whether the process groups count their collectives as the log does (RecordingWindows)."""
         self.calls_of_other_threads = 0
-        self.before_group: Callable[[], None] = lambda: None
-        """Called when a process group is created."""
+        self.before_call: Callable[[], None] = lambda: None
+        """Called before the script issues a collective, or creates a group or a DDP model."""
+        self.script_calls = 0
+        """Collectives that Python code issued."""
+        self.other_records = 0
+        """Records besides those of DDP."""
         self._group_numbers = count()
         self._incarnations: dict[str, count[int]] = {}
         self._polled: deque[Pending] = deque()
@@ -158,6 +162,9 @@ class CollectiveRecorder:
             self.hooks.replace(dist.Work, name, self._make_blocking)
         for owner, name in BLOCKING_FUNCTIONS:
             self.hooks.replace(owner, name, self.blocked.make_section)
+        for name in METHODS:
+            if hasattr(dist.ProcessGroup, name):
+                self.hooks.replace(dist.ProcessGroup, name, self._make_script_call)
         self._models.install()
         for group in distributed_c10d._world.pg_map:
             self.python_groups.watch(type(group))
@@ -200,6 +207,8 @@ class CollectiveRecorder:
         else:
             sequence = next(known.sequence)
         flags = self._models.flags
+        if not flags and task == -1 and self.blocked.section is None:
+            self.other_records += 1
         if is_async:
             flags |= ASYNC
         if task != -1:
@@ -387,6 +396,16 @@ class CollectiveRecorder:
 
     # Process groups
 
+    def _make_script_call(self, original: Any) -> Any:
+        """Make a method through which Python code, but not that of C++, issues collectives."""
+
+        def method(group: Any, *args: Any, **kwargs: Any) -> Any:
+            self.before_call()
+            self.script_calls += 1
+            return original(group, *args, **kwargs)
+
+        return method
+
     def _add_group(self, group: Any) -> _Group:
         name = group.group_name
         ranks = distributed_c10d._world.pg_group_ranks.get(group)
@@ -415,7 +434,7 @@ class CollectiveRecorder:
         def created(group: Any) -> None:
             if not self._is_installed:
                 self._install_hooks()
-            self.before_group()
+            self.before_call()
             if isinstance(group, dist.ProcessGroup):
                 # The name of a destroyed group is used again.
                 self.groups.pop(group.group_name, None)

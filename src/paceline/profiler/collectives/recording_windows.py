@@ -1,13 +1,16 @@
-"""Records collectives only in some windows of steps, if recording all of them costs too much.
+"""Records what DDP issues only in some windows of steps, if recording all of it costs too much.
 
 A kernel in Python and its record take about 0.1 ms, which is much of a step of a few milliseconds.
-Steps are counted in windows, and of every `factor` windows one is recorded. All factors are powers
-of two, so ranks that choose different ones share windows, and nothing is communicated.
+Steps are counted in windows, and of `factor` windows about one is recorded. All factors are powers
+of two, so ranks that choose different ones share windows, and nothing is communicated. Which ones
+are recorded is irregular, because programs do things every so many steps.
 
-In the other windows, kernels are disabled. Process groups themselves count their collectives, so
-each record still has the number that all ranks know it by. Communication that blocks the program is
-then part of other phases: the share that it had in the last recorded window is moved out of them.
-What is in progress when training stops is read from PyTorch's flight recorder.
+In a pause, kernels are disabled. Process groups themselves count their collectives, so each record
+still has the number that all ranks know it by. Only the C++ code of DDP issues collectives then,
+which are alike in all steps: a call of the script ends the pause before it is issued
+(`CollectiveRecorder.before_call`). Communication that blocks the program is part of other phases:
+the share that it had in the last recorded window is moved out of them. What is in progress when
+training stops is read from PyTorch's flight recorder.
 """
 
 from __future__ import annotations
@@ -36,9 +39,12 @@ TARGET = 0.0025
 """What recording may cost, as a share of the time."""
 MAX_FACTOR = 32
 
+MAX_SCRIPT_CALLS = WINDOW_STEPS // 4
+"""In a window, before a pause: each ends a pause, which costs more than to record it."""
+
 STALL_FACTOR, STALL_SECONDS = 4.0, 0.05
-"""What a phase takes beyond this multiple of what is usual, and beyond this time, is waiting: for a
-rank that evaluates or saves a checkpoint meanwhile."""
+"""What a backward pass takes beyond this multiple of what is usual, and beyond this time, is
+waiting: for a rank that evaluates or saves a checkpoint meanwhile."""
 
 
 @dataclass(slots=True)
@@ -59,10 +65,19 @@ class _Totals:
     """When a window began."""
 
     updates: int
+    steps: int
     moment: float
     recorder_seconds: float
+    script_calls: int
+    other_records: int
     phases: dict[str, float]
     exposed: dict[str, float]
+
+
+def is_recorded(index: int, factor: int) -> bool:
+    """Whether a window is recorded: of `factor`, about one, and so by all smaller factors."""
+    # Bits of the product that depend on all bits of the index (Fibonacci hashing).
+    return (index * 0x9E3779B97F4A7C15 >> 40) % factor == 0
 
 
 class RecordingWindows:
@@ -80,9 +95,11 @@ class RecordingWindows:
         self._sources: list[_Source] = []
         self._paused_calls: PausedCalls | None = None
         self._is_paused = False
+        self._is_changed = False
+        """Whether a step in a pause was not like those of the last recorded window."""
         tracker.events.on_window = recorder.guard(self._end_window)
         tracker.events.window_ends = WINDOW_STEPS
-        recorder.before_group = recorder.guard(self._resume)
+        recorder.before_call = recorder.guard(self._interrupt)
 
     def end_step(self) -> None:
         """Move the communication of a step that was not recorded out of the phases it is in."""
@@ -91,11 +108,17 @@ class RecordingWindows:
         clock = self._tracker.clock
         for source in self._sources:
             spent = clock.known_seconds[source.phase] - source.seconds
-            stall = max(0.0, spent - max(source.usual_seconds, STALL_SECONDS))
+            stall = 0.0
+            if source.phase == "backward":
+                # Other phases contain code of the script.
+                stall = max(0.0, spent - max(source.usual_seconds, STALL_SECONDS))
             exposed = source.share * (spent - stall)
             clock.move(source.phase, "exchange", exposed)
             clock.move(source.phase, "wait", stall)
             source.seconds += spent - exposed - stall
+            if stall:
+                # Perhaps steps are longer from now on.
+                self._is_changed, self._tracker.events.window_ends = True, 0
 
     def close(self, has_failed: bool) -> None:
         """The process ends, or is not measured any more."""
@@ -121,32 +144,36 @@ class RecordingWindows:
             self._recorder.calls_of_other_threads = 0
         if not self._is_paused:
             self._factor = self._next_factor(now)
-        index = tracker.events.updates // WINDOW_STEPS
-        if index % self._factor == 0:
+        index = now.updates // WINDOW_STEPS
+        if self._is_changed or is_recorded(index, self._factor):
+            self._is_changed = False
             self._resume()
-            self._window = now
-            tracker.events.window_ends = (index + 1) * WINDOW_STEPS
+            self._window, index = now, index + 1
         else:
             if not self._is_paused:
                 self._pause(now)
-            # The next window that is recorded.
-            period = self._factor * WINDOW_STEPS
-            tracker.events.window_ends = (tracker.events.updates // period + 1) * period
+            while not is_recorded(index, self._factor):
+                index += 1
+        tracker.events.window_ends = index * WINDOW_STEPS
 
     def _totals(self) -> _Totals:
         tracker = self._tracker
+        phases = dict(tracker.clock.known_seconds)
         return _Totals(
             tracker.events.updates,
+            tracker.steps,
             perf_counter(),
             tracker.recorder_seconds,
-            dict(tracker.clock.known_seconds),
+            self._recorder.script_calls,
+            self._recorder.other_records,
+            phases,
             dict(tracker.exposed_seconds),
         )
 
     def _next_factor(self, now: _Totals) -> int:
         """The factor from now on, by what recording cost in the window that ends now."""
         window = self._window
-        if window is None or not self._can_pause(now):
+        if window is None or not self._can_pause(window, now):
             return 1
         if self._forced is not None:
             return self._forced
@@ -159,8 +186,16 @@ class RecordingWindows:
             factor if self._factor == 1 else min(max(factor, self._factor // 2), self._factor * 2)
         )
 
-    def _can_pause(self, now: _Totals) -> bool:
+    def _can_pause(self, window: _Totals, now: _Totals) -> bool:
         recorder = self._recorder
+        calls = now.script_calls - window.script_calls
+        if now.other_records - window.other_records > calls:
+            # C++ code issues others than those of DDP, which would not end a pause.
+            recorder.can_pause = False
+        # With several optimizers, their updates are not steps.
+        are_steps = now.updates - window.updates == now.steps - window.steps
+        if calls > MAX_SCRIPT_CALLS or not are_steps:
+            return False
         is_first = self._forced is None and (
             now.updates < FIRST_STEPS or now.moment - self._began < FIRST_SECONDS
         )
@@ -192,6 +227,7 @@ class RecordingWindows:
         return {name: (known.index, known.base) for name, known in self._recorder.groups.items()}
 
     def _pause(self, now: _Totals) -> None:
+        began = perf_counter()
         window, log = self._window, self._recorder.log
         assert window is not None
         assert log is not None
@@ -219,18 +255,36 @@ class RecordingWindows:
             self._bases(), self._numbers(), (now.moment - window.moment) / steps
         )
         self._is_paused = True
+        self._tracker.recorder_seconds += perf_counter() - began
+
+    def _interrupt(self) -> None:
+        """The script is about to issue a collective, or to create a group or a DDP model."""
+        if not self._is_paused:
+            return
+        if not self._tracker.is_in_thread():
+            # It is not recorded, but those after the next step are.
+            self._recorder.can_pause, self._is_changed = False, True
+            self._tracker.events.window_ends = 0
+            return
+        self._resume()
+        self._window = self._totals()
+        updates = self._window.updates
+        self._tracker.events.window_ends = (updates // WINDOW_STEPS + 1) * WINDOW_STEPS
 
     def _resume(self) -> None:
         if not self._is_paused or self._paused_calls is None:
             return
+        # The steps that are not interpreted yet are part of the pause.
+        now = self._totals()
         self._paused_calls.end()
         self._is_paused = False
         numbers = self._numbers()
         for known in self._recorder.groups.values():
             if known.index in numbers:
                 known.continue_at(numbers[known.index])
-        self._describe("resume", self._totals())
+        self._describe("resume", now)
         self._recorder.kernels.enable()
+        self._tracker.recorder_seconds += perf_counter() - now.moment
 
     def _describe(self, event: str, now: _Totals, **values: float) -> None:
         log = self._recorder.log

@@ -1,4 +1,7 @@
-"""What the records of a rank stand for, if recording was paused in some windows of steps."""
+"""What the records of a rank stand for, if recording was paused in some windows of steps.
+
+In pauses, only DDP issues collectives (recording_windows.py): its records stand for those.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,21 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from paceline.profiler.collectives.log import TRACED, Pause, RankCollectives, Records
+from paceline.profiler.collectives.log import (
+    BACKWARD,
+    BUFFERS,
+    TRACED,
+    Pause,
+    RankCollectives,
+    Records,
+)
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """From `began` on, each record stands for `weight` collectives."""
+    """From `began` on, each record of DDP stands for `weight` collectives."""
 
     began: float = math.inf
     weight: float = 1.0
@@ -23,7 +34,7 @@ class Sampling:
 
     def parts(self, records: Records) -> list[tuple[Records, float]]:
         """Split records by what they stand for."""
-        is_sampled = records["arrival"] >= self.began
+        is_sampled = (records["arrival"] >= self.began) & of_ddp(records)
         return [(records[~is_sampled], 1.0), (records[is_sampled], self.weight)]
 
 
@@ -37,6 +48,7 @@ def sampling_of(log: RankCollectives, last: float | None = None) -> Sampling:
         return Sampling()
     first, final = log.pauses[0], log.pauses[-1]
     records = recorded(log.records)
+    records = records[of_ddp(records)]
     moments = records["arrival"][records["arrival"] >= first.window_began]
     if last is not None:
         moments = moments[moments <= last]
@@ -59,6 +71,12 @@ def sampling_of(log: RankCollectives, last: float | None = None) -> Sampling:
         first.exchange_seconds,
         1 - skipped / max(1, ends[-1]),
     )
+
+
+def of_ddp(records: Records) -> npt.NDArray[np.bool_]:
+    """Whether DDP issued each of them, for its gradients or buffers."""
+    found: npt.NDArray[np.bool_] = (records["flags"] & (BACKWARD | BUFFERS)) != 0
+    return found
 
 
 def recorded(records: Records) -> Records:
