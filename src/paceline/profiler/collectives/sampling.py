@@ -32,9 +32,14 @@ class Sampling:
     recorded_share: float = 1.0
     """Of all steps."""
 
+    def is_sampled(self, records: Records) -> npt.NDArray[np.bool_]:
+        """Whether each record stands for `weight` collectives."""
+        found: npt.NDArray[np.bool_] = (records["arrival"] >= self.began) & of_ddp(records)
+        return found
+
     def parts(self, records: Records) -> list[tuple[Records, float]]:
         """Split records by what they stand for."""
-        is_sampled = (records["arrival"] >= self.began) & of_ddp(records)
+        is_sampled = self.is_sampled(records)
         return [(records[~is_sampled], 1.0), (records[is_sampled], self.weight)]
 
 

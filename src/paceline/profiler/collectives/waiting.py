@@ -184,7 +184,7 @@ def _table(logs: Mapping[int, RankCollectives]) -> tuple[npt.NDArray[Any], list[
         part["on_gpu"] = (records["flags"] & ON_GPU) != 0
         part["traced"] = (records["flags"] & TRACED) != 0
         sampling = sampling_of(log)
-        part["weight"] = np.where(records["arrival"] >= sampling.began, sampling.weight, 1.0)
+        part["weight"] = np.where(sampling.is_sampled(records), sampling.weight, 1.0)
         for index, group in enumerate(log.groups):
             if group.key not in numbers:
                 numbers[group.key] = len(groups)

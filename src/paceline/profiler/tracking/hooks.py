@@ -66,7 +66,7 @@ class Hooks:
 
     def _set(self, owner: Any, name: str, replacement: Any) -> None:
         if name in vars(owner):
-            self._undo.append(functools.partial(setattr, owner, name, getattr(owner, name)))
+            self._undo.append(functools.partial(setattr, owner, name, vars(owner)[name]))
         else:
             # An inherited method is found again without the replacement.
             self._undo.append(functools.partial(delattr, owner, name))
