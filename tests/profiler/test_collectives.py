@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from paceline.profiler.collectives.log import (
     ASYNC,
@@ -21,7 +22,9 @@ from paceline.profiler.collectives.log import (
     RankCollectives,
     read_logs,
 )
+from paceline.profiler.collectives.recorder import CollectiveRecorder
 from paceline.profiler.collectives.waiting import exposed, overlapped_seconds, separate_waits
+from paceline.profiler.tracking.step_tracker import StepTracker
 from tests.profiler import programs
 from tests.support.worker_pool import WorkerPool
 
@@ -316,3 +319,30 @@ def test_communication_of_an_evaluation_is_part_of_it(pool: WorkerPool, tmp_path
     for rank, spent in enumerate(phases):
         assert spent["exchange"] == 0
         assert spent["evaluate"] > exposed(logs[rank].records).seconds > 0
+
+
+class _Group(dist.ProcessGroup):
+    """Overrides one method, and leaves the work to torch."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)  # type: ignore[call-arg]  # not in the stubs
+        self.calls = 0
+
+    def allreduce(self, tensors: Any, options: Any = None) -> Any:  # type: ignore[override]
+        self.calls += 1
+        return super().allreduce(tensors, options or dist.AllreduceOptions())
+
+
+@pytest.mark.parametrize("name", ["allreduce", "broadcast"])
+def test_methods_of_subclasses_call_those_of_torch(tmp_path: Path, name: str) -> None:
+    original = vars(dist.ProcessGroup)[name]
+    recorder = CollectiveRecorder(StepTracker(lambda: None), tmp_path)
+    recorder.hooks.replace(dist.ProcessGroup, name, recorder._make_script_call)
+    group = _Group()
+    # C++ looks for the method of the subclass, and must not find the replaced one again.
+    with pytest.raises(RuntimeError, match="No backend"):
+        getattr(group, name)([torch.ones(2)])
+    assert group.calls == (name == "allreduce")
+    assert recorder.script_calls == 0
+    recorder.hooks.remove()
+    assert vars(dist.ProcessGroup)[name] is original

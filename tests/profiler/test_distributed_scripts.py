@@ -30,6 +30,8 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for step in range(150):
     optimizer.zero_grad()
     model(torch.randn(16, 64)).square().mean().backward()
+    if step == 100:
+        dist.all_reduce(torch.ones(100))
     optimizer.step()
 total = torch.tensor(1.0)
 dist.all_reduce(total)
@@ -81,6 +83,14 @@ def test_bytes_are_those_of_the_formula(result: dict[str, Any]) -> None:
     assert sent == STEPS * (2 * 256 * 4 + 8)
 
 
+def test_a_call_of_the_script_counts_once_although_it_is_between_windows(
+    result: dict[str, Any],
+) -> None:
+    for worker in result["workers"]:
+        # Of the metrics, DDP exchanges a few bytes before the first step.
+        assert 400 <= worker["traffic"]["metrics"]["bytes_sent"] < 600
+
+
 def test_phases_add_up_and_have_communication(result: dict[str, Any]) -> None:
     for worker in result["workers"]:
         assert math.fsum(worker["phases"].values()) == pytest.approx(
@@ -112,9 +122,10 @@ def test_the_result_says_in_which_steps_collectives_were_recorded(
 ) -> None:
     is_sampled = "windows" in request.node.callspec.id
     for worker in result["workers"]:
-        # The first two windows of 16 steps, and those that begin with steps 64 and 128.
-        expected = {"steps": 4 * 16, "of": STEPS} if is_sampled else None
+        # The first two windows of 16 steps, of the others those with numbers 2, 4 and 8, and from
+        # the call of the script on the rest of its window and a whole one.
+        expected = {"steps": 5 * 16 + 12 + 16, "of": STEPS} if is_sampled else None
         assert worker.get("collectives_recorded") == expected
-    text = "communication was recorded in 64 of 150 steps, because recording costs more than 0.25%"
+    text = "communication was recorded in 108 of 150 steps, because recording costs more than 0.25%"
     assert sampled_text(result["workers"]).startswith(text if is_sampled else "")
     assert bool(sampled_text(result["workers"])) == is_sampled

@@ -235,13 +235,13 @@ def test_roots_that_the_flight_recorder_does_not_have_are_no_mismatch(tmp_path: 
 
 def test_windows_of_larger_factors_are_recorded_by_smaller_ones() -> None:
     for factor in (2, 4, 8, 16, 32):
-        recorded_ones = {index for index in range(4096) if is_recorded(index, factor)}
-        assert len(recorded_ones) == pytest.approx(4096 / factor, rel=0.1)
+        recorded_ones = {index for index in range(16384) if is_recorded(index, factor)}
+        assert len(recorded_ones) == pytest.approx(16384 / factor, rel=0.15)
         assert all(is_recorded(index, factor // 2) for index in recorded_ones)
         # What a script does every so many steps is in some of them, but not in all.
         for period in (2, 4, 8, 16, 32, 64):
             share = sum(index % period == 0 for index in recorded_ones) / len(recorded_ones)
-            assert share == pytest.approx(1 / period, abs=0.1)
+            assert share == pytest.approx(1 / period, rel=0.6)
 
 
 def windows_of(tracker: Any, **values: Any) -> RecordingWindows:
@@ -272,10 +272,10 @@ def test_steps_in_a_pause_have_the_share_of_communication_that_recorded_ones_hav
     assert events.window_ends == 0
 
 
-def test_code_of_the_script_is_not_taken_for_waiting() -> None:
+def test_a_long_forward_pass_is_not_taken_for_waiting() -> None:
     clock = PhaseClock()
-    clock._seconds["other"] = 2.0
-    source = _Source("other", share=0.1, usual_seconds=0.02, seconds=0.0)
+    clock._seconds["forward"] = 2.0
+    source = _Source("forward", share=0.1, usual_seconds=0.02, seconds=0.0)
     events = SimpleNamespace(window_ends=320)
     windows = windows_of(SimpleNamespace(clock=clock, events=events), _sources=[source])
     windows.end_step()

@@ -19,7 +19,7 @@ from paceline.profiler.collectives.log import (
     Records,
     read_logs,
 )
-from paceline.profiler.collectives.sampling import Sampling, recorded, sampling_of
+from paceline.profiler.collectives.sampling import Sampling, of_ddp, recorded, sampling_of
 from paceline.profiler.collectives.waiting import (
     Intervals,
     Mismatch,
@@ -107,8 +107,9 @@ class RankCommunication:
     ) -> tuple[float, float]:
         """When a rank first did not record, and how long this rank waited from then on.
 
-        Waiting is known in collectives that all ranks recorded: it is the same share of the others.
-        `exchange_seconds`: what the clock measured, and estimated in pauses.
+        Calls of the script are all recorded. In those of DDP, waiting is known where all ranks
+        recorded them: it is the same share of the others. `exchange_seconds`: what the clock
+        measured, and estimated in pauses.
         """
 
         def in_steps(all_of_them: Intervals) -> float:
@@ -122,8 +123,15 @@ class RankCommunication:
             spent = in_steps(exposed(records)) if since < last else 0.0
         if since >= last:
             return math.inf, 0.0
-        compared, waited = in_steps(self.waits.compared[rank]), in_steps(self.waits.waited[rank])
-        return since, max(0.0, spent) * (waited / compared if compared else 0.0)
+        calls = exposed(records[~of_ddp(records)]).without(interruptions)
+        waited = self.waits.waited[rank].without(interruptions)
+        called_seconds, waited_in_calls = (
+            calls.within(since, last),
+            waited.common(calls, since, last),
+        )
+        compared = in_steps(self.waits.compared[rank]) - called_seconds
+        share = (waited.within(since, last) - waited_in_calls) / compared if compared > 0 else 0.0
+        return since, waited_in_calls + max(0.0, spent - called_seconds) * share
 
 
 def _move_waits(

@@ -54,7 +54,6 @@ class DdpModels:
 
     def _make_creation(self, original: Any) -> Any:
         def create(model: Any, *args: Any, **kwargs: Any) -> Any:
-            self._recorder.before_call()
             result = original(model, *args, **kwargs)
             if all(each() is not model for each in self._models):
                 self._models.append(weakref.ref(model))

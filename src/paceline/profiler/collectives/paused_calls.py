@@ -121,8 +121,9 @@ class PausedCalls:
                 for key in [key for key in self._open if key[0] == name]:
                     if key[1] not in in_progress:
                         self._end(key)
-                for call in own[-LAST_CALLS:]:
-                    if call.number > number:
+                for call in own:
+                    is_last = call.number > own[-1].number - LAST_CALLS
+                    if call.number > number and (is_last or not call.has_ended):
                         self._add_call(call)
             known = {
                 str(self._bases[name][0]): number - self._bases[name][1]

@@ -65,7 +65,6 @@ MAX_PENDING = 512
 BLOCKING_FUNCTIONS: tuple[tuple[Any, str], ...] = (
     (dist, "_broadcast_coalesced"),
     (dist, "_verify_params_across_processes"),
-    (dist.Reducer, "_rebuild_buckets"),  # type: ignore[attr-defined]  # not in the stubs
 )
 """C++ functions that issue collectives and wait for them."""
 
@@ -161,7 +160,9 @@ class CollectiveRecorder:
         for name in ("wait", "synchronize"):
             self.hooks.replace(dist.Work, name, self._make_blocking)
         for owner, name in BLOCKING_FUNCTIONS:
-            self.hooks.replace(owner, name, self.blocked.make_section)
+            self.hooks.replace(owner, name, self._make_section)
+        # DDP calls it in each step.
+        self.hooks.replace(dist.Reducer, "_rebuild_buckets", self.blocked.make_section)  # type: ignore[attr-defined]  # not in the stubs
         for name in METHODS:
             if hasattr(dist.ProcessGroup, name):
                 self.hooks.replace(dist.ProcessGroup, name, self._make_script_call)
@@ -400,11 +401,26 @@ class CollectiveRecorder:
         """Make a method through which Python code, but not that of C++, issues collectives."""
 
         def method(group: Any, *args: Any, **kwargs: Any) -> Any:
-            self.before_call()
-            self.script_calls += 1
+            if type(group) is dist.ProcessGroup:
+                self.before_call()
+                self.script_calls += 1
             return original(group, *args, **kwargs)
 
+        # C++ calls the methods of subclasses in Python. It takes this one for that of a subclass,
+        # and would call it again from the original, if its code had another name.
+        method.__code__ = method.__code__.replace(co_name=original.__name__)
         return method
+
+    def _make_section(self, original: Any) -> Any:
+        """Make a function that issues collectives, and waits for them, in C++."""
+        section = self.blocked.make_section(original)
+
+        def function(*args: Any, **kwargs: Any) -> Any:
+            if not self._models.flags:
+                self.before_call()
+            return section(*args, **kwargs)
+
+        return function
 
     def _add_group(self, group: Any) -> _Group:
         name = group.group_name

@@ -39,8 +39,8 @@ TARGET = 0.0025
 """What recording may cost, as a share of the time."""
 MAX_FACTOR = 32
 
-MAX_SCRIPT_CALLS = WINDOW_STEPS // 4
-"""In a window, before a pause: each ends a pause, which costs more than to record it."""
+SOURCES = ("forward", "backward")
+"""Phases in which DDP blocks the program: for its buffers and gradients."""
 
 STALL_FACTOR, STALL_SECONDS = 4.0, 0.05
 """What a backward pass takes beyond this multiple of what is usual, and beyond this time, is
@@ -76,8 +76,12 @@ class _Totals:
 
 def is_recorded(index: int, factor: int) -> bool:
     """Whether a window is recorded: of `factor`, about one, and so by all smaller factors."""
-    # Bits of the product that depend on all bits of the index (Fibonacci hashing).
-    return (index * 0x9E3779B97F4A7C15 >> 40) % factor == 0
+    # The finalizer of SplitMix64: all bits of the hash depend on all bits of the index.
+    mask = 0xFFFFFFFFFFFFFFFF
+    value = index * 0x9E3779B97F4A7C15 & mask
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & mask
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & mask
+    return (value ^ value >> 31) % factor == 0
 
 
 class RecordingWindows:
@@ -96,7 +100,7 @@ class RecordingWindows:
         self._paused_calls: PausedCalls | None = None
         self._is_paused = False
         self._is_changed = False
-        """Whether a step in a pause was not like those of the last recorded window."""
+        """Whether steps in a pause may not be like those of the last recorded window."""
         tracker.events.on_window = recorder.guard(self._end_window)
         tracker.events.window_ends = WINDOW_STEPS
         recorder.before_call = recorder.guard(self._interrupt)
@@ -110,7 +114,7 @@ class RecordingWindows:
             spent = clock.known_seconds[source.phase] - source.seconds
             stall = 0.0
             if source.phase == "backward":
-                # Other phases contain code of the script.
+                # A forward pass contains code of the script.
                 stall = max(0.0, spent - max(source.usual_seconds, STALL_SECONDS))
             exposed = source.share * (spent - stall)
             clock.move(source.phase, "exchange", exposed)
@@ -138,7 +142,7 @@ class RecordingWindows:
         if not tracker.is_in_thread():
             return
         now = self._totals()
-        if self._window is None:
+        if not self._began:
             self._began = now.moment
             # Which thread trains is known since the first step.
             self._recorder.calls_of_other_threads = 0
@@ -146,9 +150,10 @@ class RecordingWindows:
             self._factor = self._next_factor(now)
         index = now.updates // WINDOW_STEPS
         if self._is_changed or is_recorded(index, self._factor):
-            self._is_changed = False
             self._resume()
-            self._window, index = now, index + 1
+            # A whole window, also if it is not the end of one.
+            self._window, index = now, index + (2 if self._is_changed else 1)
+            self._is_changed = False
         else:
             if not self._is_paused:
                 self._pause(now)
@@ -194,7 +199,7 @@ class RecordingWindows:
             recorder.can_pause = False
         # With several optimizers, their updates are not steps.
         are_steps = now.updates - window.updates == now.steps - window.steps
-        if calls > MAX_SCRIPT_CALLS or not are_steps:
+        if calls or not are_steps:
             return False
         is_first = self._forced is None and (
             now.updates < FIRST_STEPS or now.moment - self._began < FIRST_SECONDS
@@ -235,8 +240,8 @@ class RecordingWindows:
         self._recorder.kernels.disable()
         steps = now.updates - window.updates
         self._sources = []
-        for phase, exposed in now.exposed.items():
-            seconds = exposed - window.exposed.get(phase, 0.0)
+        for phase in SOURCES:
+            seconds = now.exposed.get(phase, 0.0) - window.exposed.get(phase, 0.0)
             rest = max(0.0, now.phases[phase] - window.phases[phase])
             if seconds > 0:
                 usual = STALL_FACTOR * (rest + seconds) / steps
@@ -267,15 +272,17 @@ class RecordingWindows:
             self._tracker.events.window_ends = 0
             return
         self._resume()
-        self._window = self._totals()
-        updates = self._window.updates
-        self._tracker.events.window_ends = (updates // WINDOW_STEPS + 1) * WINDOW_STEPS
+        # The next window begins with a step.
+        self._window = None
+        index = self._tracker.events.updates // WINDOW_STEPS
+        self._tracker.events.window_ends = (index + 1) * WINDOW_STEPS
 
     def _resume(self) -> None:
         if not self._is_paused or self._paused_calls is None:
             return
-        # The steps that are not interpreted yet are part of the pause.
+        # The steps that are not interpreted yet are part of the pause, as is what precedes a call.
         now = self._totals()
+        self.end_step()
         self._paused_calls.end()
         self._is_paused = False
         numbers = self._numbers()

@@ -28,7 +28,7 @@ from paceline.profiler.collectives.log import (
     Records,
 )
 from paceline.profiler.collectives.machine_clocks import ClockOffsets, measure_offsets
-from paceline.profiler.collectives.sampling import sampling_of
+from paceline.profiler.collectives.sampling import of_ddp, sampling_of
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
@@ -51,6 +51,7 @@ TABLE = np.dtype(
         ("on_gpu", "?"),
         ("traced", "?"),
         ("weight", "f8"),
+        ("of_ddp", "?"),
         ("arrival", "f8"),
         ("end", "f8"),
         ("blocked_began", "f8"),
@@ -102,6 +103,11 @@ class Intervals:
             order = order[np.argsort(began[order], kind="stable")]
             began, ended = began[order], ended[order]
         return Intervals(began, ended)
+
+    def common(self, others: Intervals, began: float, ended: float) -> float:
+        """The part between two times that is in other intervals, too, in seconds."""
+        bounds = [np.clip(times, began, ended) for times in (others.began, others.ended)]
+        return float((self.until(bounds[1]) - self.until(bounds[0])).sum())
 
     def between(self, boundaries: Sequence[float] | Floats) -> Floats:
         """The part between each boundary and the next, in seconds."""
@@ -185,6 +191,7 @@ def _table(logs: Mapping[int, RankCollectives]) -> tuple[npt.NDArray[Any], list[
         part["traced"] = (records["flags"] & TRACED) != 0
         sampling = sampling_of(log)
         part["weight"] = np.where(sampling.is_sampled(records), sampling.weight, 1.0)
+        part["of_ddp"] = of_ddp(records)
         for index, group in enumerate(log.groups):
             if group.key not in numbers:
                 numbers[group.key] = len(groups)
@@ -324,7 +331,7 @@ def _compared_weights(table: npt.NDArray[Any], is_known: npt.NDArray[np.bool_]) 
     weight: Floats = table["weight"].copy()
     for rank in np.unique(table["rank"]):
         # Those in the sampled period, in which other ranks may have paused at other times.
-        rows = (table["rank"] == rank) & ~table["traced"]
+        rows = (table["rank"] == rank) & ~table["traced"] & table["of_ddp"]
         missed = table["arrival"][rows & ~is_known]
         since = min(
             missed.min(initial=math.inf),
