@@ -430,8 +430,9 @@ def test_different_collectives_are_named_while_ranks_wait(tmp_path: Path, last: 
 def test_different_sizes_are_named_although_gloo_aborts_the_process(
     tmp_path: Path, last: int
 ) -> None:
-    with profiled(tmp_path, "size", last):
-        report = wait_for_report(tmp_path)
+    with profiled(tmp_path, "size", last) as process:
+        process.wait(timeout=PATIENCE_SECONDS)
+    (report,) = read_result(tmp_path)["post_mortem"]
     assert headline(report) == "Rank 0 failed first: killed by SIGABRT."
     (mismatch,) = report["mismatches"]
     assert mismatch["sequence"] == number_of_last(tmp_path)

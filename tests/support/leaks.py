@@ -137,8 +137,19 @@ def _processes() -> dict[Any, str]:
             process = psutil.Process(pid)
             if process.status() != psutil.STATUS_ZOMBIE:
                 command = " ".join(process.cmdline())[:200] or process.name()
-                found[pid, process.create_time()] = f"{pid} ({command})"
+                found[pid, _start_ticks(pid)] = f"{pid} ({command})"
     return found
+
+
+def _start_ticks(pid: int) -> int:
+    """When a process started, since boot.
+
+    The time of day of it, which psutil returns, changes when the clock of the machine is set.
+    """
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (FileNotFoundError, ProcessLookupError):
+        raise psutil.NoSuchProcess(pid) from None
 
 
 def _helper_pids() -> set[int]:
