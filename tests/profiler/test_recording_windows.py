@@ -238,7 +238,7 @@ def test_windows_of_larger_factors_are_recorded_by_smaller_ones() -> None:
         recorded_ones = {index for index in range(16384) if is_recorded(index, factor)}
         assert len(recorded_ones) == pytest.approx(16384 / factor, rel=0.15)
         assert all(is_recorded(index, factor // 2) for index in recorded_ones)
-        # What a script does every so many steps is in some of them, but not in all.
+        # What a script does at regular intervals is in some of them, but not in all.
         for period in (2, 4, 8, 16, 32, 64):
             share = sum(index % period == 0 for index in recorded_ones) / len(recorded_ones)
             assert share == pytest.approx(1 / period, rel=0.6)

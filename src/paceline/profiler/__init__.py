@@ -7,20 +7,20 @@ Modules in reading order:
 
 - `command`: runs the command and signals it, samples its resources
 - `session`: the profiler of one process, from `import torch` to its end
-- `hooks`: where torch calls the profiler
-- `step_tracker`: which phase the program is in, and where its steps end
+- `tracking.hooks`: where torch calls the profiler
+- `tracking.step_tracker`: which phase the program is in, and where its steps end
 - `rank_log`: the event file of one rank
-- `collectives`: every collective of every process group, and when it blocks the program
-- `collective_log`: the file with one rank's collectives
-- `recording_windows`: in which steps collectives are recorded
-- `sampling`: what the records stand for, if some steps were not recorded
-- `waiting`: waiting for slower ranks, from the collectives of all ranks
-- `communication`: what the collectives add to result.json
-- `process_facts`: what a process is, how it ended, and its stacks
-- `watchdog`: notices ranks that end or make no progress
-- `post_mortem`: what each rank does then
+- `collectives.recorder`: every collective of every process group, and when it blocks the program
+- `collectives.log`: the file with one rank's collectives
+- `collectives.recording_windows`: in which steps DDP's collectives are recorded
+- `collectives.sampling`: what the records stand for, if some steps were not recorded
+- `collectives.waiting`: waiting for slower ranks, from the collectives of all ranks
+- `collectives.communication`: what the collectives add to result.json
+- `post_mortem.process_facts`: what a process is, how it ended, and its stacks
+- `post_mortem.watchdog`: notices ranks that end or make no progress
+- `post_mortem.examination`: what each rank does then
+- `post_mortem.end_of_rank`: what a rank did after its last record
 - `trace`: the timelines of `--trace`
-- `end_of_rank`: what a rank did after its last record
 - `collection`: result.json from the event files of all ranks
 """
 
@@ -45,8 +45,8 @@ STEPS_VARIABLE = "PACELINE_PROFILE_STEPS"
 TRACE_VARIABLE = "PACELINE_PROFILE_TRACE"
 """Environment variable that is 1 if a trace is written."""
 FACTOR_VARIABLE = "PACELINE_PROFILE_FACTOR"
-"""Environment variable with a power of two: one in so many windows of steps has its collectives
-recorded, from the first on. For tests: without it, the cost of recording decides."""
+"""Environment variable with the factor of `recording_windows`, a power of two. For tests: without
+it, the cost of recording decides."""
 POST_MORTEM_FILE = "post-mortem.json"
 """Reports of the watchdog, until they are part of the result."""
 WARNINGS_FILE = "profiler-warnings.jsonl"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 INTERVAL_SECONDS, JOIN_SECONDS = 0.25, 1.0
 STALL_STEPS, STALL_SECONDS = 8, 0.5
-"""Training stands still if no step ends for so many usual steps, and so long."""
+"""Training stands still if no step ends for this many usual steps and this many seconds."""
 LAST_CALLS = 32
 """How many calls of a group are added: what ranks called before the one that does not end may
 differ already."""

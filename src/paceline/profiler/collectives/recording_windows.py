@@ -3,7 +3,7 @@
 A kernel in Python and its record take about 0.1 ms, which is much of a step of a few milliseconds.
 Steps are counted in windows, and of `factor` windows about one is recorded. All factors are powers
 of two, so ranks that choose different ones share windows, and nothing is communicated. Which ones
-are recorded is irregular, because programs do things every so many steps.
+are recorded is irregular, because programs do things at regular intervals.
 
 In a pause, kernels are disabled. Process groups themselves count their collectives, so each record
 still has the number that all ranks know it by. Only the C++ code of DDP issues collectives then,
