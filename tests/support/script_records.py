@@ -26,6 +26,8 @@ class FakeScript:
     later: Sequence[Mapping[str, float]] | None = None
     """From step `since` on."""
     since: int = 0
+    by_block: Sequence[Sequence[Mapping[str, float]]] = ()
+    """Phases of all ranks in each block, where they change with it."""
     steps: int = 200
     block: int = 20
     facts: Sequence[Mapping[str, Any]] = ({}, {})
@@ -36,6 +38,8 @@ class FakeScript:
     """Of the result."""
 
     def phases_at(self, rank: int, step: int) -> Mapping[str, float]:
+        if self.by_block:
+            return self.by_block[step // self.block][rank]
         has_changed = self.later is not None and step >= self.since
         return self.later[rank] if self.later and has_changed else self.phases[rank]
 

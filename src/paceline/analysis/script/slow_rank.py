@@ -2,10 +2,17 @@
 
 In synchronous training a slow rank waits little itself, while the others wait for it. The phase in
 which it loses time shows only in comparison with the other ranks.
+
+Even on an idle machine, ranks differ by 10 to 30% for a second or two, for example because of the
+threads that communicate during the backward pass. A run may last only a few windows. So all its
+windows together must show, by a t-test, that a rank is slower than what is accepted. A rank that
+became slow during the run must show that it changed, by a test that is corrected for the number of
+windows it could have changed in: a few slow windows at the end of a run do not suffice.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,11 +22,14 @@ from paceline.analysis.curves import Floats
 from paceline.analysis.ranks import MOSTLY, SLOWER, WAIT_SHARE
 from paceline.analysis.script.profile import Line, RankFacts, ScriptProfile
 from paceline.analysis.script.rank_windows import BUSY, RankWindows
+from paceline.analysis.statistics import ALPHA, t_quantile
 
 WINDOWS_MIN = 3
-"""Minimum number of slow windows of a straggler: one or two may be noise."""
-SUSTAINED = 0.8
-"""It is slow in at least this share of the windows since it became slow."""
+"""Minimum number of windows in which a rank is a straggler: one or two may be noise."""
+SINCE_CHANGE_MIN = 6
+"""Of one that was not slow before: of a run without faults, two seconds may look like that."""
+LEAST_DEVIATION = 0.01
+"""Of the step time: windows vary by at least this much, even where a few happen to be equal."""
 CORE_WAIT_ERROR = 0.15
 """Of the time without a core: less than this may be its effect, since caches are cold after it."""
 
@@ -61,7 +71,8 @@ def find_slow_rank(profile: ScriptProfile) -> SlowRank | WaitsForCore | None:
     if windows is None or len(windows.ranks) < 2:
         return None
     queue = _queue_seconds(profile.ranks, windows)
-    slow = _slowest(windows, queue)
+    # The records do not tell in which phases, so the time is spread over the step.
+    slow = _slowest(windows, queue * windows.busy / (windows.busy + windows.communication))
     if slow is not None:
         rank = profile.ranks[slow.row]
         loaders = sorted(rank.loaders, key=lambda one: -one.seconds)
@@ -126,17 +137,14 @@ def _slowness(windows: RankWindows, queue: Floats, row: int) -> _Slowness | None
     """None if the rank is no straggler. `queue` does not count as its work."""
     busy = np.maximum(windows.busy - queue, 0.0)
     steps = np.maximum(windows.step_seconds - queue.mean(axis=0), 0.0)
-    excess = busy[row] - _of_others(busy, row)
-    is_slow = (excess >= WAIT_SHARE * steps) & (busy[row] >= SLOWER * _of_others(busy, row))
-    begin = next(
-        (one for one in range(len(steps)) if is_slow[one] and is_slow[one:].mean() >= SUSTAINED),
-        None,
-    )
-    if begin is None or len(steps) - begin < WINDOWS_MIN:
+    others = _of_others(busy, row)
+    excess = busy[row] - others
+    accepted = [WAIT_SHARE * steps, (SLOWER - 1) * others, CORE_WAIT_ERROR * queue[row]]
+    margin = (excess - np.maximum.reduce(accepted)) / windows.step_seconds
+    begin = _slow_since(margin, len(windows.ranks))
+    if begin is None:
         return None
     usual = float(np.median(excess[begin:]))
-    if usual < CORE_WAIT_ERROR * float(np.median(queue[row][begin:])):
-        return None
     # In synchronous training, what it takes longer is what the others wait longer.
     communication = windows.communication
     waited = _of_others(communication, row) - communication[row]
@@ -152,10 +160,45 @@ def _slowness(windows: RankWindows, queue: Floats, row: int) -> _Slowness | None
         begin,
         usual,
         float(np.median(busy[row][begin:])),
-        float(np.median(_of_others(busy, row)[begin:])),
+        float(np.median(others[begin:])),
         float(np.median(steps[begin:])),
         max(by_phase, key=lambda phase: by_phase[phase]),
     )
+
+
+def _slow_since(margin: Floats, ranks: int) -> int | None:
+    """The first of the windows in which a rank is slower than accepted; None if it is not.
+
+    `margin`: by how much in each window, as a share of the step time. It is the first window of
+    all unless the rank changed.
+    """
+    begins = range(1, len(margin) - SINCE_CHANGE_MIN + 1)
+    tests = len(begins) * ranks
+    changes = {begin: _change(margin, begin) for begin in begins}
+    begin = max(changes, key=lambda one: changes[one], default=0)
+    if begin and not changes[begin] > t_quantile(len(margin) - 2, 2 * ALPHA / tests):
+        begin = 0
+    after = margin[begin:]
+    if len(after) < WINDOWS_MIN or np.median(after) < 0:
+        return None
+    error = _deviation(margin, begin) / math.sqrt(len(after))
+    degrees = len(margin) - (2 if begin else 1)
+    critical = t_quantile(degrees, 2 * ALPHA / (tests if begin else ranks))
+    return begin if after.mean() > critical * error else None
+
+
+def _change(values: Floats, begin: int) -> float:
+    """Student's t of the increase at a window."""
+    before, after = values[:begin], values[begin:]
+    error = _deviation(values, begin) * math.sqrt(1 / len(before) + 1 / len(after))
+    return float(after.mean() - before.mean()) / error
+
+
+def _deviation(values: Floats, begin: int) -> float:
+    """Standard deviation of single windows, given that their mean changes at `begin`."""
+    parts = [one for one in (values[:begin], values[begin:]) if len(one)]
+    squares = math.fsum(float(((one - one.mean()) ** 2).sum()) for one in parts)
+    return max(LEAST_DEVIATION, math.sqrt(squares / max(1, len(values) - len(parts))))
 
 
 def _of_others(values: Floats, row: int) -> Floats:
