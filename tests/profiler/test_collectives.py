@@ -23,7 +23,7 @@ from paceline.profiler.collectives.log import (
     read_logs,
 )
 from paceline.profiler.collectives.recorder import CollectiveRecorder
-from paceline.profiler.collectives.waiting import exposed, overlapped_seconds, separate_waits
+from paceline.profiler.collectives.waiting import exposed, in_progress, separate_waits
 from paceline.profiler.tracking.step_tracker import StepTracker
 from tests.profiler import programs
 from tests.support.worker_pool import WorkerPool
@@ -217,7 +217,8 @@ def test_a_collective_is_overlapped_until_the_program_waits(
     _, logs, phases = record(pool, tmp_path, programs.overlapped)
     for rank, log in logs.items():
         (one,) = log.records
-        assert overlapped_seconds(log.records) == pytest.approx(one["end"] - one["arrival"])
+        assert in_progress(log.records).seconds == pytest.approx(one["end"] - one["arrival"])
+        assert exposed(log.records).seconds == 0
         assert phases[rank]["exchange"] == 0
 
 

@@ -26,7 +26,7 @@ from paceline.profiler.collectives.recording_windows import (
     _Totals,
     is_recorded,
 )
-from paceline.profiler.collectives.sampling import recorded, sampling_of
+from paceline.profiler.collectives.sampling import recorded, sampling_of, skipped_steps
 from paceline.profiler.collectives.waiting import separate_waits
 from paceline.profiler.post_mortem.end_of_rank import find_last_wait
 from paceline.profiler.post_mortem.examination import find_pending, joined_records
@@ -40,10 +40,16 @@ SECONDS = 0.1
 class Rank:
     """Writes the log of a rank that takes a step every tenth of a second, from time 1."""
 
-    def __init__(self, folder: Path, rank: int, late: float = 0.0) -> None:
+    def __init__(
+        self, folder: Path, rank: int, late: float = 0.0, group: tuple[int, ...] = (0, 1)
+    ) -> None:
         self.log = CollectiveLog(folder, rank)
-        self.log.describe("group", index=0, name="0", incarnation=0, ranks=[0, 1], backend="gloo")
-        self.steps, self._late = 0, late
+        described = {"name": "0", "incarnation": 0, "ranks": group, "backend": "gloo"}
+        self.log.describe("group", index=0, **described)
+        self.steps, self.late = 0, late
+        self.duration, self.size = 0.03, 64
+        self._exchange: list[float] = []
+        """Exposed communication of each step."""
         self.is_paused = False
 
     def step(self, count: int = 1) -> None:
@@ -51,8 +57,10 @@ class Rank:
             for number, name in enumerate(("all_reduce", "barrier") if not self.is_paused else ()):
                 arrival = self._began(step) + number * SECONDS / 2
                 # A rank waits for the other if that is late, and then for 10 ms of transfer.
-                self._add(name, PER_STEP * step + number, arrival + self._late, arrival + 0.03)
+                end = arrival + self.duration
+                self._add(name, PER_STEP * step + number, arrival + self.late, end)
         self.steps += count
+        self._exchange += [PER_STEP * (self.duration - self.late)] * count
 
     @property
     def now(self) -> float:
@@ -64,7 +72,7 @@ class Rank:
     def _add(
         self, name: str, sequence: int, arrival: float, end: float, flags: int = BACKWARD
     ) -> None:
-        size = 64 if name == "all_reduce" else 0
+        size = self.size if name == "all_reduce" else 0
         code = OPERATIONS.index(name)
         position = self.log.add(0, code, flags, sequence, size, Counts(), -1, arrival)
         self.log.end(position, end)
@@ -76,9 +84,11 @@ class Rank:
         self._add(name, PER_STEP * self.steps, self._began(self.steps), end, TRACED)
         self.log.describe("calls", calls={"0": PER_STEP * self.steps + 1})
 
-    def pause(self, window: int) -> None:
+    def pause(self, window: int, more_calls: int = 0) -> None:
         self.is_paused = True
-        self._describe("pause", window_updates=self.steps - window, exchange=0.0)
+        began = self.steps - window
+        exchange = sum(self._exchange[:began])
+        self._describe("pause", more_calls, window_updates=began, exchange=exchange)
 
     def resume(self, more_calls: int = 0) -> None:
         self.is_paused = False
@@ -114,7 +124,7 @@ def test_counts_and_bytes_are_those_of_all_steps(tmp_path: Path) -> None:
     rank.step(2)
     (log,) = read(tmp_path, rank).values()
     assert count_calls(log) == {"all_reduce": (50, 50 * 64), "barrier": (50, 0)}
-    assert sampling_of(log).recorded_share == pytest.approx(12 / 48)
+    assert skipped_steps(log, 50) == 36
 
 
 def test_calls_of_the_script_stand_for_themselves(tmp_path: Path) -> None:
@@ -153,6 +163,43 @@ def test_of_a_killed_rank_the_pause_is_estimated_by_its_length(tmp_path: Path) -
     (log,) = read(tmp_path, rank).values()
     assert log.is_paused
     assert count_calls(log, last=1.0 + 20 * SECONDS - SECONDS / 8)["all_reduce"] == (20, 20 * 64)
+    assert skipped_steps(log, 20) == 12
+
+
+def test_a_pause_is_estimated_from_the_window_before_it(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, 0)
+    seconds = 0.0
+    # In the second half of the run, messages are larger, and pauses shorter.
+    for size, duration, paused in [(64, 0.03, 12), (64, 0.03, 28), (640, 0.04, 4), (640, 0.04, 0)]:
+        rank.size, rank.duration = size, duration
+        rank.step(4)
+        seconds += (4 + paused) * duration
+        if paused:
+            rank.pause(4)
+            rank.step(paused)
+            rank.resume()
+    (log,) = read(tmp_path, rank).values()
+    found = collectives(recorded(log.records), dict.fromkeys(PHASES, 0.0), sampling_of(log))
+    assert found["all_reduce"]["count"] == 60
+    assert found["all_reduce"]["bytes"] == 48 * 64 + 12 * 640
+    for key in ("seconds", "exposed_seconds"):
+        assert found["all_reduce"][key] == pytest.approx(seconds)
+
+
+def test_collectives_after_a_window_without_any_are_counted(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, 0)
+    rank.step(4)
+    rank.pause(4)
+    rank.step(12)
+    rank.resume()
+    # Nothing is synchronized in the next window.
+    rank.steps += 4
+    rank.pause(4, more_calls=-4 * PER_STEP)
+    rank.step(8)
+    rank.resume(more_calls=-4 * PER_STEP)
+    rank.step(2)
+    (log,) = read(tmp_path, rank).values()
+    assert count_calls(log)["all_reduce"][0] == 4 + 12 + 8 + 2
 
 
 def pair(folder: Path, factor: int) -> dict[int, RankCollectives]:
@@ -189,14 +236,38 @@ def test_waits_are_known_from_collectives_that_all_ranks_recorded(
         },
     }
     moments = {"start": 0.5, "first": 1.095, "last": 1.0 + 36 * SECONDS}
-    # What was exchanged before the sampled period.
-    logs[0].pauses[0].exchange_seconds = 4 * 2 * 0.03
-    RankCommunication(logs[0], waits).account(worker, moments, logs[0].records)
+    caused = RankCommunication(logs[0], waits).account(worker, moments, logs[0].records)
     assert worker["phases"]["wait"] == pytest.approx(72 * 0.02)
     assert worker["phases"]["exchange"] == pytest.approx(72 * 0.01)
-    caused = RankCommunication(logs[0], waits).caused_waits(worker["phases"]["wait"])
     assert caused == {1: pytest.approx(72 * 0.02)}
     assert worker["after_first"]["phases"]["wait"] == pytest.approx(70 * 0.02)
+
+
+def test_waits_follow_a_run_whose_ranks_change(tmp_path: Path) -> None:
+    ranks = [Rank(tmp_path, rank, group=(0, 1, 2)) for rank in range(3)]
+    expected = {1: 0.0, 2: 0.0}
+    # First rank 1 is late, and then rank 2 for a shorter time, before a longer pause.
+    for late, seconds, paused in [(1, 0.02, 4), (2, 0.005, 28), (2, 0.005, 0)]:
+        for rank in ranks:
+            rank.late = seconds if rank is ranks[late] else 0.0
+            rank.step(4)
+            if paused:
+                rank.pause(4)
+                rank.step(paused)
+                rank.resume()
+        expected[late] += PER_STEP * (4 + paused) * seconds
+    logs = read(tmp_path, *ranks)
+    phases = dict.fromkeys(PHASES, 0.0) | {"exchange": 44 * PER_STEP * 0.03}
+    worker: dict[str, Any] = {
+        "phases": phases,
+        "after_first": {"iterations": 43, "phases": {**phases}},
+    }
+    moments = {"start": 0.5, "first": 1.095, "last": 1.0 + 44 * SECONDS}
+    waits = separate_waits(logs)
+    caused = RankCommunication(logs[0], waits).account(worker, moments, logs[0].records)
+    assert caused == {other: pytest.approx(seconds) for other, seconds in expected.items()}
+    assert worker["phases"]["wait"] == pytest.approx(sum(expected.values()))
+    assert waits.last_arrivals == {0: 0, 1: 8 * PER_STEP, 2: 36 * PER_STEP}
 
 
 def test_a_gap_is_not_a_collective_that_a_rank_has_not_called(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from paceline.profiler.collectives.communication import RankCommunication
+from paceline.profiler.collectives.intervals import Intervals, union
 from paceline.profiler.collectives.log import (
     EXPOSED,
     ON_GPU,
@@ -20,10 +21,7 @@ from paceline.profiler.collectives.log import (
     read_logs,
 )
 from paceline.profiler.collectives.waiting import (
-    Intervals,
-    overlapped_seconds,
     separate_waits,
-    union,
 )
 
 Call = tuple[str, float, float, float, float]
@@ -194,10 +192,25 @@ def test_intervals_that_overlap_are_merged() -> None:
     assert (merged.began.tolist(), merged.ended.tolist()) == ([1.0, 5.0], [4.0, 6.0])
 
 
+def test_common_parts_of_intervals() -> None:
+    some = Intervals(np.array([1.0, 5.0, 8.0]), np.array([3.0, 6.0, 9.0]))
+    others = Intervals(np.array([0.0, 2.0, 5.5]), np.array([1.5, 5.0, 8.5]))
+    for common in (some.common(others), others.common(some)):
+        assert common.began.tolist() == [1.0, 2.0, 5.5, 8.0]
+        assert common.ended.tolist() == [1.5, 3.0, 6.0, 8.5]
+    nothing = Intervals(np.zeros(0), np.zeros(0))
+    assert some.common(nothing).seconds == nothing.common(some).seconds == 0
+
+
 def test_overlapped_time_is_that_in_which_nothing_is_blocked(tmp_path: Path) -> None:
     calls = [("all_reduce", 1.0, 4.0, 3.0, 4.0), ("all_reduce", 2.0, 5.0, 3.0, 5.0)]
     logs = logs_of(tmp_path, calls)
-    assert overlapped_seconds(logs[0].records) == 2.0
+    phases = {"exchange": 2.0, "wait": 0.0}
+    worker: dict[str, Any] = {"phases": {**phases}, "after_first": {"phases": {**phases}}}
+    moments = {"start": 0.0, "first": 3.5, "last": 10.0}
+    RankCommunication(logs[0], separate_waits(logs)).account(worker, moments, logs[0].records)
+    assert worker["hidden_exchange_seconds"] == 2.0
+    assert worker["after_first"]["hidden_exchange_seconds"] == 0.0
 
 
 def test_the_oldest_records_are_overwritten(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ Modules in reading order:
 - `collectives.recording_windows`: in which steps DDP's collectives are recorded
 - `collectives.sampling`: what the records stand for, if some steps were not recorded
 - `collectives.waiting`: waiting for slower ranks, from the collectives of all ranks
+- `collectives.estimated_waits`: the same, if some steps were not recorded
 - `collectives.communication`: what the collectives add to result.json
 - `post_mortem.process_facts`: what a process is, how it ended, and its stacks
 - `post_mortem.watchdog`: notices ranks that end or make no progress

@@ -277,8 +277,8 @@ def make_workers(
             records = own.log.records
             if not rank.has_finished:
                 records = joined_records(communication.logs, own.log)
-            own.account(worker, moments, records, rank.interruptions)
-            for other, seconds in own.caused_waits(worker["phases"]["wait"]).items():
+            waits = own.account(worker, moments, records, rank.interruptions)
+            for other, seconds in waits.items():
                 caused[other] = caused.get(other, 0.0) + seconds
         if not rank.has_finished:
             # Of a rank on another machine, the end is not known.

@@ -239,7 +239,8 @@ def sampled_text(workers: Sequence[Mapping[str, Any]]) -> str:
     fewest = min(counts, key=lambda one: one["steps"] / max(1, one["of"]))
     return (
         f"communication was recorded in {fewest['steps']:,} of {fewest['of']:,} steps, because"
-        " recording costs more than 0.25% of such short steps; that of the others is estimated"
+        " recording costs more than 0.25% of such short steps; in the others, collectives were"
+        " counted, and their times are estimated from the recorded steps before them"
     )
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from paceline.profiler.collectives.estimated_waits import EstimatedWaits, estimate_waits
+from paceline.profiler.collectives.intervals import Intervals, union
 from paceline.profiler.collectives.log import (
     BACKWARD,
     BUFFERS,
@@ -19,15 +21,18 @@ from paceline.profiler.collectives.log import (
     Records,
     read_logs,
 )
-from paceline.profiler.collectives.sampling import Sampling, of_ddp, recorded, sampling_of
+from paceline.profiler.collectives.sampling import (
+    Sampling,
+    recorded,
+    sampling_of,
+    skipped_steps,
+)
 from paceline.profiler.collectives.waiting import (
-    Intervals,
     Mismatch,
     Waits,
     exposed,
     in_progress,
     separate_waits,
-    union,
 )
 from paceline.records import TRAFFIC_KINDS, RunFolder
 
@@ -53,12 +58,13 @@ class RankCommunication:
         moments: Mapping[str, float],
         records: Records,
         interruptions: Sequence[Sequence[float]] = (),
-    ) -> None:
+    ) -> dict[int, float]:
         """Add it to the entry of the rank in `workers` of result.json.
 
         `moments` are the start, and the ends of the first step and of the last one, in the rank's
         clock. `records` are those of its log that count as communication. In `interruptions`,
-        communication is part of evaluation or of a checkpoint.
+        communication is part of evaluation or of a checkpoint. Returns how long the rank waited for
+        each of the others.
         """
         rank, counted = self.log.rank, recorded(records)
         start, first, last = moments["start"], moments["first"], moments["last"]
@@ -66,10 +72,12 @@ class RankCommunication:
         sampling = sampling_of(self.log, last)
         exchange_seconds = worker["phases"]["exchange"]
         waited = self.waits.waited[rank].without(interruptions)
-        waiting = self._sampled_wait(records, sampling, exchange_seconds, last, interruptions)
+        estimate = estimate_waits(
+            self.log, self.waits, records, exchange_seconds, last, interruptions
+        )
         for account, began in ((worker, start), (worker["after_first"], first)):
             exposed_seconds = account["phases"]["exchange"]
-            _move_waits(account["phases"], waited, began, last, waiting)
+            _move_waits(account["phases"], waited, began, last, estimate)
             account["hidden_exchange_seconds"] = sum(
                 weight * _overlapped(part, began, last, exposed_seconds)
                 for part, weight in sampling.parts(counted)
@@ -78,7 +86,7 @@ class RankCommunication:
         worker["collectives"] = collectives(records, worker["phases"], sampling)
         if self.log.pauses:
             steps = int(worker["after_first"]["iterations"]) + 1
-            recorded_steps = round(sampling.recorded_share * steps)
+            recorded_steps = max(0, steps - skipped_steps(self.log, steps))
             worker["collectives_recorded"] = {"steps": recorded_steps, "of": steps}
         worker["last_arrivals"] = self.waits.last_arrivals[rank]
         if self.log.ddp:
@@ -86,52 +94,25 @@ class RankCommunication:
                 {key: value for key, value in model.items() if key not in ("event", "time")}
                 for model in self.log.ddp
             ]
+        return self._caused_waits(estimate, worker["phases"]["wait"], interruptions)
 
-    def caused_waits(self, wait_seconds: float) -> dict[int, float]:
-        """How long this rank waited for each of the others; `wait_seconds`: in total."""
-        caused = self.waits.caused[self.log.rank]
-        recorded_seconds = sum(caused.values())
-        is_sampled = self.log.pauses or math.isfinite(self.waits.incomplete_since[self.log.rank])
-        if not is_sampled or not recorded_seconds:
-            return caused
-        scale = wait_seconds / recorded_seconds
-        return {other: scale * seconds for other, seconds in caused.items()}
-
-    def _sampled_wait(
+    def _caused_waits(
         self,
-        records: Records,
-        sampling: Sampling,
-        exchange_seconds: float,
-        last: float,
+        estimate: EstimatedWaits,
+        wait_seconds: float,
         interruptions: Sequence[Sequence[float]],
-    ) -> tuple[float, float]:
-        """When a rank first did not record, and how long this rank waited from then on.
-
-        Calls of the script are all recorded. In those of DDP, waiting is known where all ranks
-        recorded them: it is the same share of the others. `exchange_seconds`: what the clock
-        measured, and estimated in pauses.
-        """
-
-        def in_steps(all_of_them: Intervals) -> float:
-            return all_of_them.without(interruptions).within(since, last)
-
-        rank = self.log.rank
-        since = self.waits.incomplete_since[rank]
-        if sampling.began <= since:
-            since, spent = sampling.began, exchange_seconds - sampling.exchange_seconds
-        else:
-            spent = in_steps(exposed(records)) if since < last else 0.0
-        if since >= last:
-            return math.inf, 0.0
-        calls = exposed(records[~of_ddp(records)]).without(interruptions)
-        waited = self.waits.waited[rank].without(interruptions)
-        called_seconds, waited_in_calls = (
-            calls.within(since, last),
-            waited.common(calls, since, last),
-        )
-        compared = in_steps(self.waits.compared[rank]) - called_seconds
-        share = (waited.within(since, last) - waited_in_calls) / compared if compared > 0 else 0.0
-        return since, waited_in_calls + max(0.0, spent - called_seconds) * share
+    ) -> dict[int, float]:
+        waited_for = self.waits.waited_for[self.log.rank]
+        if math.isinf(estimate.since):
+            return {other: waited.seconds for other, waited in waited_for.items()}
+        caused = {
+            other: waited.without(interruptions).within(-math.inf, estimate.since)
+            + estimate.caused[other]
+            for other, waited in waited_for.items()
+        }
+        # What the clock took for waiting in a pause has no cause.
+        scale = wait_seconds / (sum(caused.values()) or 1.0)
+        return {other: scale * seconds for other, seconds in caused.items()}
 
 
 def _move_waits(
@@ -139,10 +120,9 @@ def _move_waits(
     waited: Intervals,
     began: float,
     ended: float,
-    sampled: tuple[float, float],
+    estimate: EstimatedWaits,
 ) -> None:
-    since, seconds = sampled
-    seconds += waited.within(began, max(began, min(ended, since)))
+    seconds = estimate.seconds + waited.within(began, max(began, min(ended, estimate.since)))
     seconds = min(seconds, phases["exchange"])
     phases["exchange"] -= seconds
     phases["wait"] += seconds

@@ -1,16 +1,19 @@
 """What the records of a rank stand for, if recording was paused in some windows of steps.
 
-In pauses, only DDP issues collectives (recording_windows.py): its records stand for those.
+In pauses, only DDP issues collectives (recording_windows.py). The process groups counted them: the
+records of DDP in the window before a pause stand for those, so the estimate follows a script whose
+steps change.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
+from paceline.profiler.collectives.intervals import Floats
 from paceline.profiler.collectives.log import (
     BACKWARD,
     BUFFERS,
@@ -23,59 +26,60 @@ from paceline.profiler.collectives.log import (
 
 @dataclass(frozen=True)
 class Sampling:
-    """From `began` on, each record of DDP stands for `weight` collectives."""
+    """How many collectives each record of DDP stands for, by the time of its arrival."""
 
     began: float = math.inf
-    weight: float = 1.0
-    exchange_seconds: float = 0.0
-    """Total of phase exchange at `began`."""
-    recorded_share: float = 1.0
-    """Of all steps."""
+    """All records before this stand for themselves."""
+    edges: Floats = field(default_factory=lambda: np.zeros(0))
+    weights: Floats = field(default_factory=lambda: np.ones(1))
+    """Before the first edge, between each and the next, and after the last one."""
 
-    def is_sampled(self, records: Records) -> npt.NDArray[np.bool_]:
-        """Whether each record stands for `weight` collectives."""
-        found: npt.NDArray[np.bool_] = (records["arrival"] >= self.began) & of_ddp(records)
-        return found
+    def weights_of(self, records: Records) -> Floats:
+        at = np.searchsorted(self.edges, records["arrival"], side="right")
+        return np.where(of_ddp(records), self.weights[at], 1.0)
 
     def parts(self, records: Records) -> list[tuple[Records, float]]:
         """Split records by what they stand for."""
-        is_sampled = self.is_sampled(records)
-        return [(records[~is_sampled], 1.0), (records[is_sampled], self.weight)]
+        if math.isinf(self.began) or not len(records):
+            return [(records, 1.0)]
+        weights = self.weights_of(records)
+        order = np.argsort(weights, kind="stable")
+        values, begins = np.unique(weights[order], return_index=True)
+        return list(zip(np.split(records[order], begins[1:]), values.tolist(), strict=True))
 
 
 def sampling_of(log: RankCollectives, last: float | None = None) -> Sampling:
-    """`last`: the end of the last step, by the clock of the rank; None for all that is known.
-
-    The sampled period begins with the window that was recorded before the first pause, so its
-    records are those of steps like the ones in pauses.
-    """
+    """`last`: the end of the last step, by the clock of the rank; None for all that is known."""
     if not log.pauses:
         return Sampling()
-    first, final = log.pauses[0], log.pauses[-1]
+    began = log.pauses[0].window_began
     records = recorded(log.records)
     records = records[of_ddp(records)]
-    moments = records["arrival"][records["arrival"] >= first.window_began]
+    moments = records["arrival"][records["arrival"] >= began]
     if last is not None:
         moments = moments[moments <= last]
-    calls = len(moments)
-    if not calls:
+    if not len(moments):
         return Sampling()
-    paused = sum(_known_calls(pause) or 0 for pause in log.pauses[:-1])
-    if (moments > (final.ended or math.inf)).any():
-        paused += _known_calls(final) or 0
-    else:
-        paused += _calls_of_last(log.pauses, calls, moments, last)
-    ends = [
-        final.updates if pause.updates_after is None else pause.updates_after
-        for pause in log.pauses
-    ]
-    skipped = sum(end - pause.updates for end, pause in zip(ends, log.pauses, strict=True))
-    return Sampling(
-        first.window_began,
-        1 + paused / calls,
-        first.exchange_seconds,
-        1 - skipped / max(1, ends[-1]),
-    )
+    edges = np.array([edge for one in log.pauses for edge in (one.window_began, one.began)])
+    # In the window before each pause.
+    known = np.diff(np.searchsorted(moments, edges))[::2]
+    paused = np.array([_known_calls(pause) or 0 for pause in log.pauses], dtype=np.float64)
+    final = log.pauses[-1]
+    if not (moments > (final.ended or math.inf)).any():
+        paused[-1] = _calls_of_last(final, int(known[-1]), last)
+    # No record stands for those of a pause after a window without records, so all do.
+    unplaced = paused[known == 0].sum() / len(moments)
+    weights = np.full(len(edges) + 1, 1 + unplaced)
+    weights[0] = 1.0
+    weights[1::2] += np.where(known > 0, paused / np.maximum(known, 1), 0.0)
+    return Sampling(began, edges, weights)
+
+
+def skipped_steps(log: RankCollectives, steps: int) -> int:
+    """In how many of all steps recording was paused."""
+    # That of a process that was killed in a pause lasted until then.
+    ends = [steps if one.updates_after is None else one.updates_after for one in log.pauses]
+    return sum(end - one.updates for end, one in zip(ends, log.pauses, strict=True))
 
 
 def of_ddp(records: Records) -> npt.NDArray[np.bool_]:
@@ -97,18 +101,15 @@ def _known_calls(pause: Pause) -> int | None:
     return sum(known - pause.calls.get(index, 0) for index, known in pause.known_calls.items())
 
 
-def _calls_of_last(pauses: list[Pause], calls: int, moments: np.ndarray, last: float | None) -> int:
+def _calls_of_last(pause: Pause, window_calls: int, last: float | None) -> int:
     """In a pause that lasted until the end, without those after the last step."""
-    final = pauses[-1]
-    known = _known_calls(final)
-    if final.updates_after is None:
+    known = _known_calls(pause)
+    if pause.updates_after is None:
         if last is None:
             return known or 0
         # The process was killed.
-        seconds = sum((pause.ended or pause.began) - pause.began for pause in pauses)
-        rate = calls / max(1e-9, final.began - pauses[0].window_began - seconds)
-        return round(rate * max(0.0, last - final.began))
-    skipped = sum((pause.updates_after or 0) - pause.updates for pause in pauses)
-    steps = final.updates_after - pauses[0].window_updates - skipped
-    expected = round(calls / max(1, steps) * (final.updates_after - final.updates))
+        rate = window_calls / max(1e-9, pause.began - pause.window_began)
+        return round(rate * max(0.0, last - pause.began))
+    rate = window_calls / max(1, pause.updates - pause.window_updates)
+    expected = round(rate * (pause.updates_after - pause.updates))
     return expected if known is None else min(known, expected)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from paceline.profiler.collectives.intervals import Floats, Intervals, union
 from paceline.profiler.collectives.log import (
     EXPOSED,
     ON_GPU,
@@ -30,7 +31,6 @@ from paceline.profiler.collectives.log import (
 from paceline.profiler.collectives.machine_clocks import ClockOffsets, measure_offsets
 from paceline.profiler.collectives.sampling import of_ddp, sampling_of
 
-Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
 ROOT_SENDS = ("broadcast", "scatter")
@@ -65,68 +65,6 @@ rank."""
 
 
 @dataclass(frozen=True)
-class Intervals:
-    """Disjoint intervals in the order of time."""
-
-    began: Floats
-    ended: Floats
-
-    @property
-    def seconds(self) -> float:
-        return float((self.ended - self.began).sum())
-
-    def until(self, moments: Floats) -> Floats:
-        """The part before each of the given times, in seconds."""
-        lengths = np.concatenate([[0.0], np.cumsum(self.ended - self.began)])
-        index = np.searchsorted(self.began, moments, side="right")
-        before = lengths[index]
-        last = np.maximum(index - 1, 0)
-        if not len(self.began):
-            return before
-        open_part = np.where(index > 0, np.maximum(self.ended[last] - moments, 0.0), 0.0)
-        seconds: Floats = before - open_part
-        return seconds
-
-    def within(self, began: float, ended: float) -> float:
-        """The part between two times, in seconds."""
-        return float(self.between([began, ended])[0])
-
-    def without(self, others: Sequence[Sequence[float]]) -> Intervals:
-        """What is not in any of the given intervals, which begin and end at these times."""
-        began, ended = self.began, self.ended
-        for other_began, other_ended in others:
-            if not np.any((began < other_ended) & (ended > other_began)):
-                continue
-            parts = (began, np.minimum(ended, other_began)), (np.maximum(began, other_ended), ended)
-            began, ended = (np.concatenate(each) for each in zip(*parts, strict=True))
-            order = np.flatnonzero(began < ended)
-            order = order[np.argsort(began[order], kind="stable")]
-            began, ended = began[order], ended[order]
-        return Intervals(began, ended)
-
-    def common(self, others: Intervals, began: float, ended: float) -> float:
-        """The part between two times that is in other intervals, too, in seconds."""
-        bounds = [np.clip(times, began, ended) for times in (others.began, others.ended)]
-        return float((self.until(bounds[1]) - self.until(bounds[0])).sum())
-
-    def between(self, boundaries: Sequence[float] | Floats) -> Floats:
-        """The part between each boundary and the next, in seconds."""
-        return np.diff(self.until(np.asarray(boundaries, dtype=np.float64)))
-
-
-def union(began: Floats, ended: Floats) -> Intervals:
-    """Merge intervals that overlap."""
-    order = np.argsort(began, kind="stable")
-    began, ended = began[order], np.maximum.accumulate(ended[order]) if len(ended) else ended
-    if not len(began):
-        return Intervals(began, ended)
-    is_new = began[1:] > ended[:-1]
-    return Intervals(
-        began[np.concatenate([[True], is_new])], ended[np.concatenate([is_new, [True]])]
-    )
-
-
-@dataclass(frozen=True)
 class Mismatch:
     """Ranks that called different operations, or the same one with different sizes or roots."""
 
@@ -144,11 +82,11 @@ class Waits:
     """By rank, in its own clock: the parts of its exposed communication that are waiting."""
     compared: dict[int, Intervals]
     """By rank, in its own clock: exposed communication in collectives that all ranks recorded."""
-    incomplete_since: dict[int, float]
-    """By rank, in its own clock: when it first recorded a collective that another rank did not,
-    because recording was paused; infinite if it never did."""
-    caused: dict[int, dict[int, float]]
-    """By rank: how long it waited for each of the others."""
+    missed: dict[int, Intervals]
+    """By rank, in its own clock: from a record of a collective that another rank did not record,
+    because it paused, to the next one that all ranks recorded."""
+    waited_for: dict[int, dict[int, Intervals]]
+    """By rank, in its own clock: the parts of `waited`, by the rank that came last."""
     last_arrivals: dict[int, int]
     """By rank: in how many collectives it was the last to arrive."""
     mismatches: list[Mismatch]
@@ -157,10 +95,10 @@ class Waits:
     @property
     def caused_seconds(self) -> dict[int, float]:
         """By rank: how long the others waited for it in collectives that all ranks recorded."""
-        found = dict.fromkeys(self.caused, 0.0)
-        for seconds in self.caused.values():
-            for other, spent in seconds.items():
-                found[other] = found.get(other, 0.0) + spent
+        found = dict.fromkeys(self.waited_for, 0.0)
+        for parts in self.waited_for.values():
+            for other, waited in parts.items():
+                found[other] = found.get(other, 0.0) + waited.seconds
         return found
 
 
@@ -189,8 +127,7 @@ def _table(logs: Mapping[int, RankCollectives]) -> tuple[npt.NDArray[Any], list[
         part["exposed"] = (records["flags"] & EXPOSED) != 0
         part["on_gpu"] = (records["flags"] & ON_GPU) != 0
         part["traced"] = (records["flags"] & TRACED) != 0
-        sampling = sampling_of(log)
-        part["weight"] = np.where(sampling.is_sampled(records), sampling.weight, 1.0)
+        part["weight"] = sampling_of(log).weights_of(records)
         part["of_ddp"] = of_ddp(records)
         for index, group in enumerate(log.groups):
             if group.key not in numbers:
@@ -273,11 +210,11 @@ def _waits(
     """`is_known`: the collectives that no rank called while recording was paused."""
     nothing = Intervals(np.zeros(0), np.zeros(0))
     waited, compared = dict.fromkeys(logs, nothing), dict.fromkeys(logs, nothing)
-    incomplete_since = dict.fromkeys(logs, math.inf)
-    caused: dict[int, dict[int, float]] = {rank: {} for rank in logs}
+    missed = dict.fromkeys(logs, nothing)
+    waited_for: dict[int, dict[int, Intervals]] = {rank: {} for rank in logs}
     last_arrivals = dict.fromkeys(logs, 0)
     if not len(table):
-        return Waits(waited, compared, incomplete_since, caused, last_arrivals, [], offsets)
+        return Waits(waited, compared, missed, waited_for, last_arrivals, [], offsets)
     lengths = np.diff(np.append(begins, len(table)))
     segment = np.repeat(np.arange(len(begins)), lengths)
     offset = offsets.at(table["rank"], table["arrival"])
@@ -307,9 +244,7 @@ def _waits(
     may_wait &= is_known[segment]
     for rank in logs:
         own = (table["rank"] == rank) & ~table["traced"]
-        missed = table["arrival"][own & ~is_known[segment]]
-        if len(missed):
-            incomplete_since[rank] = float(missed.min())
+        missed[rank] = _missed(table["arrival"][own], is_known[segment][own])
         compared[rank] = _blocked(table[own & is_known[segment] & table["exposed"]])
         rows = np.flatnonzero(own & may_wait & (ended > began))
         rows = rows[np.argsort(began[rows], kind="stable")]
@@ -320,27 +255,36 @@ def _waits(
         begin = np.maximum(began[rows], covered)
         keep = ended[rows] > begin
         waited[rank] = Intervals(begin[keep], ended[rows][keep])
-        seconds = (ended[rows] - begin)[keep]
-        caused[rank] = dict(_sums(last_rank[segment[rows[keep]]], seconds))
+        causes = last_rank[segment[rows]]
+        for other in np.unique(causes[keep]).tolist():
+            own_part = keep & (causes == other)
+            waited_for[rank][other] = Intervals(begin[own_part], ended[rows][own_part])
     mismatches = _mismatches(table, begins, lengths, groups)
-    return Waits(waited, compared, incomplete_since, caused, last_arrivals, mismatches, offsets)
+    return Waits(waited, compared, missed, waited_for, last_arrivals, mismatches, offsets)
+
+
+def _missed(arrivals: Floats, is_known: npt.NDArray[np.bool_]) -> Intervals:
+    order = np.argsort(arrivals, kind="stable")
+    arrivals, is_missed = arrivals[order], ~is_known[order]
+    changes = np.diff(np.concatenate([[False], is_missed, [False]]).astype(np.int8))
+    ends = np.append(arrivals, math.inf)
+    return Intervals(ends[changes > 0], ends[changes < 0])
 
 
 def _compared_weights(table: npt.NDArray[Any], is_known: npt.NDArray[np.bool_]) -> Floats:
     """How many collectives of its rank each row stands for, if only rows that are known count."""
     weight: Floats = table["weight"].copy()
     for rank in np.unique(table["rank"]):
-        # Those in the sampled period, in which other ranks may have paused at other times.
-        rows = (table["rank"] == rank) & ~table["traced"] & table["of_ddp"]
-        missed = table["arrival"][rows & ~is_known]
-        since = min(
-            missed.min(initial=math.inf),
-            table["arrival"][rows & (weight > 1)].min(initial=math.inf),
-        )
-        rows &= table["arrival"] >= since
-        known = (rows & is_known).sum()
-        if known:
-            weight[rows] = weight[rows].sum() / known
+        rows = np.flatnonzero((table["rank"] == rank) & ~table["traced"] & table["of_ddp"])
+        rows = rows[np.argsort(table["arrival"][rows], kind="stable")]
+        known, own = is_known[rows], weight[rows]
+        if not known.any():
+            continue
+        # Those that are known stand for the others up to the next ones, and the first ones for
+        # what precedes them. Where the weight changes, this rank itself paused.
+        begins = known & np.concatenate([[True], ~known[:-1] | (own[1:] != own[:-1])])
+        block = np.maximum(np.cumsum(begins) - 1, 0)
+        weight[rows] = (np.bincount(block, own) / np.bincount(block, known))[block]
     return weight
 
 
@@ -394,10 +338,3 @@ def exposed(records: Records) -> Intervals:
 def _blocked(blocked: npt.NDArray[Any]) -> Intervals:
     began = np.maximum(blocked["arrival"], blocked["blocked_began"])
     return union(began, np.maximum(began, blocked["blocked_ended"]))
-
-
-def overlapped_seconds(records: Records) -> float:
-    """How long a collective was in progress while the program's thread was not blocked."""
-    busy, blocked = in_progress(records), exposed(records)
-    covered = blocked.until(busy.ended) - blocked.until(busy.began)
-    return busy.seconds - float(covered.sum())

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.profiler.collectives.intervals import Intervals
 from paceline.profiler.collectives.log import BACKWARD, EXPOSED, OPERATIONS, RankCollectives
-from paceline.profiler.collectives.waiting import MESSAGES, Intervals
+from paceline.profiler.collectives.waiting import MESSAGES
 from paceline.profiler.post_mortem.examination import missing_ranks
 
 
