@@ -21,8 +21,8 @@ from paceline.profiler.collectives.log import (
     read_logs,
 )
 from paceline.profiler.collectives.recording_windows import (
+    CommunicationShare,
     RecordingWindows,
-    _Source,
     _Totals,
     is_recorded,
 )
@@ -317,8 +317,8 @@ def test_windows_of_larger_factors_are_recorded_by_smaller_ones() -> None:
 
 def windows_of(tracker: Any, **values: Any) -> RecordingWindows:
     windows = RecordingWindows.__new__(RecordingWindows)
-    defaults = {"_tracker": tracker, "_is_paused": True, "_sources": [], "_forced": None}
-    defaults["_is_changed"] = False
+    defaults = {"_tracker": tracker, "_is_paused": True, "_shares": [], "_forced": None}
+    defaults["_must_resume"] = False
     for name, value in {**defaults, **values}.items():
         setattr(windows, name, value)
     return windows
@@ -327,9 +327,9 @@ def windows_of(tracker: Any, **values: Any) -> RecordingWindows:
 def test_steps_in_a_pause_have_the_share_of_communication_that_recorded_ones_have() -> None:
     clock = PhaseClock()
     clock._seconds["backward"] = 0.010
-    source = _Source("backward", share=0.4, usual_seconds=0.02, seconds=0.0)
+    share = CommunicationShare("backward", share=0.4, usual_seconds=0.02, seconds=0.0)
     events = SimpleNamespace(window_ends=320)
-    windows = windows_of(SimpleNamespace(clock=clock, events=events), _sources=[source])
+    windows = windows_of(SimpleNamespace(clock=clock, events=events), _shares=[share])
     windows.end_step()
     assert clock._seconds["backward"] == pytest.approx(0.006)
     assert clock._seconds["exchange"] == pytest.approx(0.004)
@@ -346,9 +346,9 @@ def test_steps_in_a_pause_have_the_share_of_communication_that_recorded_ones_hav
 def test_a_long_forward_pass_is_not_taken_for_waiting() -> None:
     clock = PhaseClock()
     clock._seconds["forward"] = 2.0
-    source = _Source("forward", share=0.1, usual_seconds=0.02, seconds=0.0)
+    share = CommunicationShare("forward", share=0.1, usual_seconds=0.02, seconds=0.0)
     events = SimpleNamespace(window_ends=320)
-    windows = windows_of(SimpleNamespace(clock=clock, events=events), _sources=[source])
+    windows = windows_of(SimpleNamespace(clock=clock, events=events), _shares=[share])
     windows.end_step()
     assert clock._seconds["wait"] == 0
     assert clock._seconds["exchange"] == pytest.approx(0.2)

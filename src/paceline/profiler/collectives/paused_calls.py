@@ -15,6 +15,7 @@ from paceline.profiler.collectives.log import POLLED, TRACED, CollectiveLog, Cou
 from paceline.profiler.tracking.event_queue import Guard
 
 if TYPE_CHECKING:
+    from paceline.profiler.collectives.recorder import RecordedGroup
     from paceline.profiler.tracking.step_tracker import StepTracker
 
 INTERVAL_SECONDS, JOIN_SECONDS = 0.25, 1.0
@@ -24,20 +25,17 @@ LAST_CALLS = 32
 """How many calls of a group are added: what ranks called before the one that does not end may
 differ already."""
 
-Bases = Mapping[str, tuple[int, int]]
-"""By the name of a group: its index in the log, and its number before the first record."""
+Groups = Mapping[str, "RecordedGroup"]
+"""By name."""
 
 
-def are_traced(log: CollectiveLog, bases: Bases) -> bool:
+def are_traced(log: CollectiveLog, groups: Groups) -> bool:
     """Whether the flight recorder has the last collectives of the log, and describes them alike."""
-    calls = read_calls({name: base for name, (_, base) in bases.items()})
+    calls = read_calls({name: group.calls_before for name, group in groups.items()})
     if not calls:
         return False
     traced = {
-        (bases[call.group][0], call.number - bases[call.group][1] - 1): (
-            call.operation,
-            call.size_bytes,
-        )
+        (groups[call.group].index, _sequence(call, groups)): (call.operation, call.size_bytes)
         for call in calls
     }
     own = {
@@ -52,12 +50,17 @@ def are_traced(log: CollectiveLog, bases: Bases) -> bool:
     return bool(sized) and all(traced.get(key) == call for key, call in sized.items())
 
 
+def _sequence(call: TracedCall, groups: Groups) -> int:
+    """Its number in the log, which counts from 0 and from the first record."""
+    return call.number - groups[call.group].calls_before - 1
+
+
 class PausedCalls:
     """Watches the program in each pause, from `begin` to `end`."""
 
     def __init__(self, log: CollectiveLog, tracker: StepTracker, guard: Guard) -> None:
         self._log, self._tracker = log, tracker
-        self._bases: Bases = {}
+        self._groups: Groups = {}
         self._stall_seconds = STALL_SECONDS
         self._is_paused = False
         self._written: dict[str, int] = {}
@@ -72,11 +75,13 @@ class PausedCalls:
         )
         self._thread.start()
 
-    def begin(self, bases: Bases, calls: Mapping[int, int], step_seconds: float) -> None:
+    def begin(self, groups: Groups, calls: Mapping[int, int], step_seconds: float) -> None:
         """`calls`: by index of a group, how many of its collectives precede the pause."""
-        written = {name: base + calls.get(index, 0) for name, (index, base) in bases.items()}
+        written = {
+            name: group.calls_before + calls.get(group.index, 0) for name, group in groups.items()
+        }
         with self._lock:
-            self._bases, self._written = bases, written
+            self._groups, self._written = groups, written
             self._stall_seconds = max(STALL_SECONDS, STALL_STEPS * step_seconds)
             self._is_paused = True
 
@@ -126,18 +131,17 @@ class PausedCalls:
                     if call.number > number and (is_last or not call.has_ended):
                         self._add_call(call)
             known = {
-                str(self._bases[name][0]): number - self._bases[name][1]
+                str(self._groups[name].index): number - self._groups[name].calls_before
                 for name, number in self._written.items()
             }
             self._log.describe("calls", calls=known)
 
     def _add_call(self, call: TracedCall) -> None:
-        index, base = self._bases[call.group]
         position = self._log.add(
-            index,
+            self._groups[call.group].index,
             call.operation,
             TRACED,
-            call.number - base - 1,
+            _sequence(call, self._groups),
             call.size_bytes,
             Counts(),
             -1,

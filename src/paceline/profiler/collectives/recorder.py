@@ -70,7 +70,9 @@ BLOCKING_FUNCTIONS: tuple[tuple[Any, str], ...] = (
 
 
 @dataclass(slots=True)
-class _Group:
+class RecordedGroup:
+    """A process group, from its first record on."""
+
     index: int
     rank: int
     size: int
@@ -81,7 +83,7 @@ class _Group:
     """Of the operations so far, by operation, size, peer and dtype."""
     is_nccl: bool = False
     """Whether its operations run on a GPU, after the functions that wait for them return."""
-    base: int = 0
+    calls_before: int = 0
     """Collectives that the group itself counted before its first record."""
 
     def calls(self) -> int:
@@ -122,7 +124,7 @@ class CollectiveRecorder:
         self.failed, self.leave = guard(self._failed), guard(self._leave)
         self._folder = folder
         self._is_installed = False
-        self.groups: dict[str, _Group] = {}
+        self.groups: dict[str, RecordedGroup] = {}
         """By name."""
         self.can_pause = True
         """Whether the process groups count their collectives as the log does (RecordingWindows)."""
@@ -422,12 +424,12 @@ class CollectiveRecorder:
 
         return function
 
-    def _add_group(self, group: Any) -> _Group:
+    def _add_group(self, group: Any) -> RecordedGroup:
         name = group.group_name
         ranks = distributed_c10d._world.pg_group_ranks.get(group)
         if self.log is None:
             self.log = CollectiveLog(self._folder, dist.get_rank() if dist.is_initialized() else 0)
-        known = _Group(next(self._group_numbers), group.rank(), group.size())
+        known = RecordedGroup(next(self._group_numbers), group.rank(), group.size())
         self.log.describe(
             "group",
             index=known.index,
@@ -441,7 +443,7 @@ class CollectiveRecorder:
         number = number_of(group) if type(group) is dist.ProcessGroup and ranks else None
         if number is None or known.is_nccl:
             self.can_pause = False
-        known.base = number or 0
+        known.calls_before = number or 0
         self.groups[name] = known
         return known
 

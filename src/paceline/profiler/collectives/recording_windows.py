@@ -39,7 +39,7 @@ TARGET = 0.0025
 """What recording may cost, as a share of the time."""
 MAX_FACTOR = 32
 
-SOURCES = ("forward", "backward")
+BLOCKED_PHASES = ("forward", "backward")
 """Phases in which DDP blocks the program: for its buffers and gradients."""
 
 STALL_FACTOR, STALL_SECONDS = 4.0, 0.05
@@ -48,8 +48,8 @@ waiting: for a rank that evaluates or saves a checkpoint meanwhile."""
 
 
 @dataclass(slots=True)
-class _Source:
-    """A phase in which communication blocks the program."""
+class CommunicationShare:
+    """What communication is of a phase in which it blocks the program."""
 
     phase: str
     share: float
@@ -96,11 +96,11 @@ class RecordingWindows:
         """Whether the flight recorder agrees with the log; None before it was compared."""
         self._window: _Totals | None = None
         self._began = 0.0
-        self._sources: list[_Source] = []
+        self._shares: list[CommunicationShare] = []
         self._paused_calls: PausedCalls | None = None
         self._is_paused = False
-        self._is_changed = False
-        """Whether steps in a pause may not be like those of the last recorded window."""
+        self._must_resume = False
+        """Whether steps in a pause may not be like those of the window before it."""
         tracker.events.on_window = recorder.guard(self._end_window)
         tracker.events.window_ends = WINDOW_STEPS
         recorder.before_call = recorder.guard(self._interrupt)
@@ -110,19 +110,19 @@ class RecordingWindows:
         if not self._is_paused:
             return
         clock = self._tracker.clock
-        for source in self._sources:
-            spent = clock.known_seconds[source.phase] - source.seconds
+        for one in self._shares:
+            spent = clock.known_seconds[one.phase] - one.seconds
             stall = 0.0
-            if source.phase == "backward":
+            if one.phase == "backward":
                 # A forward pass contains code of the script.
-                stall = max(0.0, spent - max(source.usual_seconds, STALL_SECONDS))
-            exposed = source.share * (spent - stall)
-            clock.move(source.phase, "exchange", exposed)
-            clock.move(source.phase, "wait", stall)
-            source.seconds += spent - exposed - stall
+                stall = max(0.0, spent - max(one.usual_seconds, STALL_SECONDS))
+            exposed = one.share * (spent - stall)
+            clock.move(one.phase, "exchange", exposed)
+            clock.move(one.phase, "wait", stall)
+            one.seconds += spent - exposed - stall
             if stall:
                 # Perhaps steps are longer from now on.
-                self._is_changed, self._tracker.events.window_ends = True, 0
+                self._must_resume, self._tracker.events.window_ends = True, 0
 
     def close(self, has_failed: bool) -> None:
         """The process ends, or is not measured any more."""
@@ -149,11 +149,11 @@ class RecordingWindows:
         if not self._is_paused:
             self._factor = self._next_factor(now)
         index = now.updates // WINDOW_STEPS
-        if self._is_changed or is_recorded(index, self._factor):
+        if self._must_resume or is_recorded(index, self._factor):
             self._resume()
             # A whole window, also if it is not the end of one.
-            self._window, index = now, index + (2 if self._is_changed else 1)
-            self._is_changed = False
+            self._window, index = now, index + (2 if self._must_resume else 1)
+            self._must_resume = False
         else:
             if not self._is_paused:
                 self._pause(now)
@@ -214,7 +214,7 @@ class RecordingWindows:
                 recorder.can_pause = False
                 return False
         if self._is_possible is None:
-            self._is_possible = are_traced(recorder.log, self._bases())
+            self._is_possible = are_traced(recorder.log, recorder.groups)
         return self._is_possible
 
     def _numbers(self) -> dict[int, int]:
@@ -224,12 +224,8 @@ class RecordingWindows:
             known = self._recorder.groups.get(group.group_name)
             number = number_of(group) if known is not None else None
             if known is not None and number is not None:
-                found[known.index] = number - known.base
+                found[known.index] = number - known.calls_before
         return found
-
-    def _bases(self) -> dict[str, tuple[int, int]]:
-        """By name: the index of a group, and its number before its first record."""
-        return {name: (known.index, known.base) for name, known in self._recorder.groups.items()}
 
     def _pause(self, now: _Totals) -> None:
         began = perf_counter()
@@ -239,14 +235,14 @@ class RecordingWindows:
         self._recorder.end_step()
         self._recorder.kernels.disable()
         steps = now.updates - window.updates
-        self._sources = []
-        for phase in SOURCES:
+        self._shares = []
+        for phase in BLOCKED_PHASES:
             seconds = now.exposed.get(phase, 0.0) - window.exposed.get(phase, 0.0)
             rest = max(0.0, now.phases[phase] - window.phases[phase])
             if seconds > 0:
                 usual = STALL_FACTOR * (rest + seconds) / steps
                 share = seconds / (rest + seconds)
-                self._sources.append(_Source(phase, share, usual, now.phases[phase]))
+                self._shares.append(CommunicationShare(phase, share, usual, now.phases[phase]))
         self._describe(
             "pause",
             now,
@@ -256,9 +252,8 @@ class RecordingWindows:
         )
         if self._paused_calls is None:
             self._paused_calls = PausedCalls(log, self._tracker, self._recorder.guard)
-        self._paused_calls.begin(
-            self._bases(), self._numbers(), (now.moment - window.moment) / steps
-        )
+        step_seconds = (now.moment - window.moment) / steps
+        self._paused_calls.begin(dict(self._recorder.groups), self._numbers(), step_seconds)
         self._is_paused = True
         self._tracker.recorder_seconds += perf_counter() - began
 
@@ -268,7 +263,7 @@ class RecordingWindows:
             return
         if not self._tracker.is_in_thread():
             # It is not recorded, but those after the next step are.
-            self._recorder.can_pause, self._is_changed = False, True
+            self._recorder.can_pause, self._must_resume = False, True
             self._tracker.events.window_ends = 0
             return
         self._resume()
