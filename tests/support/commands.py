@@ -158,7 +158,7 @@ def rank_of(process: psutil.Process) -> int | None:
     """Return the rank of a worker process; None for any other process."""
     with contextlib.suppress(psutil.Error, KeyError):
         # A fork has the command line and the first environment of its server.
-        if forked := re.fullmatch(r"worker (\d+)", process.name()):
+        if forked := re.fullmatch(r"(?:comm )?worker (\d+)", process.name()):
             return int(forked[1])
         if "paceline.launch.child_main" in process.cmdline():
             return int(process.environ()["RANK"])

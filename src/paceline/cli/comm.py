@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import nullcontext
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from paceline.cli.config_flags import add_config_flags, given_flags
 from paceline.errors import RecordsError, UsageError, shown
+from paceline.launch import environment
+from paceline.launch.fork_server import ForkServer
+
+if TYPE_CHECKING:
+    from paceline.commbench.spec import BenchmarkSpec
 
 SUMMARY = "measure collectives by size, algorithm and communicator"
 
@@ -111,9 +119,10 @@ def run(arguments: argparse.Namespace) -> int:
         pause=number("--pause", float, arguments.pause) or 0.0,
     )
     _check_files(arguments)
-    from paceline.commbench.launch import measure
+    with _fork_server(spec) or nullcontext() as fork_server:
+        from paceline.commbench.launch import measure
 
-    record = measure(spec, arguments.quiet)
+        record = measure(spec, arguments.quiet, fork_server)
     if record is None:
         return 0
     from paceline.commbench.render import print_record
@@ -134,6 +143,14 @@ def run(arguments: argparse.Namespace) -> int:
         except OSError as error:
             raise RecordsError(f"cannot write {arguments.figure}: {error.strerror}") from None
     return 0
+
+
+def _fork_server(spec: BenchmarkSpec) -> ForkServer | None:
+    """Imports torch once for all workers of this machine; None if there are none to start."""
+    if environment.detect() is not None or spec.machines.hosts or spec.machines.launcher == "ray":
+        return None
+    import_module("paceline.commbench.runner")
+    return ForkServer.fork()
 
 
 def _check_files(arguments: argparse.Namespace) -> None:

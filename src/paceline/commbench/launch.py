@@ -7,7 +7,9 @@
 from __future__ import annotations
 
 import tempfile
+from contextlib import nullcontext
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from time import sleep
 from typing import TYPE_CHECKING, Any
@@ -18,8 +20,9 @@ from paceline.commbench.record import RECORD_FILE
 from paceline.commbench.spec import BenchmarkSpec, check_workers
 from paceline.errors import PacelineError, RunError, StoppedError
 from paceline.launch import environment
+from paceline.launch.fork_server import ForkServer
 from paceline.launch.processes import POLL_SECONDS, LocalProcesses
-from paceline.launch.remote.control_channel import NodeTask, send_status
+from paceline.launch.remote.control_channel import LauncherWatch, NodeTask, send_status
 from paceline.launch.signals import SignalMonitor
 from paceline.records import SCHEMA, RunFolder, read_json, write_json
 
@@ -27,11 +30,14 @@ if TYPE_CHECKING:
     from paceline.launch.remote.machines import Machines
 
 
-def measure(spec: BenchmarkSpec, quiet: bool = False) -> dict[str, Any] | None:
+def measure(
+    spec: BenchmarkSpec, quiet: bool = False, fork_server: ForkServer | None = None
+) -> dict[str, Any] | None:
     """Run the benchmark and return its record (commbench/record.py).
 
     Returns None in a process that is not the first worker. Under torchrun or srun this process is
     itself a worker; otherwise workers are started here, over ssh, in an emulated cluster or by Ray.
+    Those of this machine start from `fork_server`, if there is one.
     """
     rank_info = environment.detect()
     if rank_info is not None:
@@ -49,9 +55,12 @@ def measure(spec: BenchmarkSpec, quiet: bool = False) -> dict[str, Any] | None:
     if spec.machines.hosts or spec.machines.cluster:
         from paceline.launch.remote.run import machines_of
 
-        with SignalMonitor("measuring") as signals, machines_of(spec.machines, quiet) as machines:
+        with (
+            SignalMonitor("measuring") as signals,
+            machines_of(spec.machines, quiet, fork_server) as machines,
+        ):
             return _measure_on(machines, spec, quiet, signals)
-    return _measure_here(spec, quiet)
+    return _measure_here(spec, quiet, fork_server)
 
 
 def _measure_on_ray(spec: BenchmarkSpec, quiet: bool) -> dict[str, Any]:
@@ -84,14 +93,20 @@ def _measure_on(
     return {**record, "plan": spec.to_dict()}
 
 
-def run_task(task: NodeTask) -> None:
+def run_task(task: NodeTask, watch: LauncherWatch) -> None:
     """Run the benchmark on one of several machines (launch/remote/node_main.py)."""
-    record = _measure_here(BenchmarkSpec.from_dict(task.config), task.quiet)
+    import_module("paceline.commbench.runner")
+    with watch.pausing():
+        server = ForkServer.fork()
+    with server or nullcontext() as fork_server:
+        record = _measure_here(BenchmarkSpec.from_dict(task.config), task.quiet, fork_server)
     if record is not None:
         send_status(record=record)
 
 
-def _measure_here(spec: BenchmarkSpec, quiet: bool) -> dict[str, Any] | None:
+def _measure_here(
+    spec: BenchmarkSpec, quiet: bool, fork_server: ForkServer | None
+) -> dict[str, Any] | None:
     """Run this machine's workers; returns the record on the first machine."""
     with (
         SignalMonitor("measuring") as signals,
@@ -101,7 +116,9 @@ def _measure_here(spec: BenchmarkSpec, quiet: bool) -> dict[str, Any] | None:
         # Referenced until all workers have ended: the server stops when the store is collected.
         store, port = _start_store(spec)
         try:
-            with LocalProcesses(folder, spec.machines.workers) as processes:
+            with LocalProcesses(
+                folder, spec.machines.workers, fork_server=fork_server
+            ) as processes:
                 _start_workers(spec, quiet, port, processes)
                 signals.raise_on_signal = False
                 codes = _wait_for_workers(processes, signals)
@@ -149,7 +166,7 @@ def _start_workers(spec: BenchmarkSpec, quiet: bool, port: int, processes: Local
             has_external_store=True,
         )
         arguments = [str(spec_file), str(folder), "quiet" if quiet else "shown"]
-        processes.start("paceline.commbench.runner", rank_info, arguments)
+        processes.start("comm worker", rank_info, arguments)
 
 
 def _wait_for_workers(processes: LocalProcesses, signals: SignalMonitor) -> dict[int, int | None]:

@@ -1,6 +1,6 @@
 """Entry point of child processes: `python -m paceline.launch.child_main PROGRAM ...`.
 
-PROGRAM is `worker`, `server` or a module. Its `main` gets the remaining arguments, a configuration
+PROGRAM is a key of PROGRAMS. Its `main` gets the remaining arguments, a configuration
 file and a run folder first, and returns an exit code. An error that it raises goes to the launcher
 through the folder.
 """
@@ -17,7 +17,11 @@ from paceline.child_process import exit_quickly
 from paceline.measure.startup import importing
 from paceline.training.process import keep_freed_memory
 
-PROGRAMS = {"worker": "paceline.launch.worker", "server": "paceline.launch.parameter_servers"}
+PROGRAMS = {
+    "worker": "paceline.launch.worker",
+    "server": "paceline.launch.parameter_servers",
+    "comm worker": "paceline.commbench.runner",
+}
 
 
 def main(arguments: list[str]) -> NoReturn:
@@ -29,7 +33,7 @@ def main(arguments: list[str]) -> NoReturn:
 
 def _run(name: str, arguments: list[str]) -> int:
     with importing():
-        program = importlib.import_module(PROGRAMS.get(name, name))
+        program = importlib.import_module(PROGRAMS[name])
         from paceline.launch.termination import report_failure
         from paceline.records import RunFolder
     try:

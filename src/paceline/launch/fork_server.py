@@ -38,6 +38,7 @@ from typing import IO, Any, NoReturn, Protocol, Self
 from paceline.child_process import die_with_parent, exit_quickly, pythonpath, tied_command
 
 PRELOADED = (
+    "paceline.commbench.runner",
     "paceline.launch.launcher",
     "paceline.report.summary",
     "paceline.strategies.gradient_averaging",

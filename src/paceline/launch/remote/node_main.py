@@ -43,7 +43,7 @@ def main() -> None:
     if task.program == TRAIN:
         _train(task, watch)
     else:
-        importlib.import_module(task.program).run_task(task)
+        importlib.import_module(task.program).run_task(task, watch)
 
 
 def _exit_on_signal(number: int, frame: FrameType | None) -> NoReturn:
