@@ -47,7 +47,7 @@ from paceline.plan.advice import advise
 from paceline.plan.calibration import Calibration
 from paceline.plan.comm_records import codec_timings, comm_timings
 from paceline.plan.links import Link
-from paceline.plan.measurement import COMM, READY_TIMES, ShortRuns
+from paceline.plan.measurement import COMM, FEWEST_STEPS, READY_STEPS, READY_TIMES, ShortRuns
 from paceline.plan.option_variants import EXACT_STRATEGIES
 from paceline.plan.prediction import Predictor, Target
 from paceline.plan.run_calibration import calibrate
@@ -61,9 +61,8 @@ MODELS: dict[str, dict[str, Any]] = {
 NODES = (8, 4)
 BATCH_SIZE = 192
 LOCAL_BATCHES = (24, 48, 96)
-CALIBRATION_STEPS = 17
-STUDY_SECONDS, FEWEST_STEPS, MOST_STEPS = 1.0, 3, 24
-"""Of a run of the exhaustive study."""
+STUDY_SECONDS, STUDY_STEPS = 1.0, (3, 24)
+"""Of a run of the exhaustive study, without the first step."""
 EXACT = (
     *EXACT_STRATEGIES,
     *(f"{name},bucket_mib={size}" for name in ("overlap", "ddp") for size in ("0.25", "1")),
@@ -174,7 +173,8 @@ class Measurer:
         spent = {1: 0.0, 2: 0.0}
 
         def train(nodes: int, link: str, own: Mapping[str, Any], batch: int) -> Path:
-            run, seconds = self._train(link, model, nodes, own, batch, CALIBRATION_STEPS)
+            steps = READY_STEPS if own is READY_TIMES else FEWEST_STEPS
+            run, seconds = self._train(link, model, nodes, own, batch, steps)
             spent[nodes] += seconds
             return run
 
@@ -197,7 +197,8 @@ class Measurer:
         known = calibration_of(self._out, link, model)
         target = Target(strategy, nodes, BATCH_SIZE, options, link=LINKS[link])
         predicted = Predictor(known, samples=1).predict(target).step_seconds.median
-        steps = 1 + min(max(round(STUDY_SECONDS / predicted), FEWEST_STEPS), MOST_STEPS)
+        fewest, most = STUDY_STEPS
+        steps = 1 + min(max(round(STUDY_SECONDS / predicted), fewest), most)
         own = {"strategy": strategy, "options": options}
         run, seconds = self._train(link, model, nodes, own, BATCH_SIZE, steps)
         return {

@@ -30,7 +30,9 @@ def test_a_job_is_measured_and_planned(tmp_path: Path, monkeypatch: pytest.Monke
     assert {each.workers for each in found.collectives} == {2}
     assert {each.codec for each in found.codec_timings} == {"bf16"}
 
-    predictions = json.loads(file.read_text())["predictions"]
+    plan = json.loads(file.read_text())
+    assert plan["calibration_seconds"] > 0
+    predictions = plan["predictions"]
     assert [(each["workers"], each["strategy"]) for each in predictions] == [
         (1, "single"), (2, "ring"), (4, "ring"),
     ]  # fmt: skip

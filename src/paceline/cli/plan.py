@@ -10,6 +10,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -154,8 +155,14 @@ def run(arguments: argparse.Namespace) -> int:
     request = _request(arguments)
     for flag, name in (("--json", arguments.json), ("--html", arguments.html)):
         _check_file(flag, name)
+    began = time.monotonic()
     paths = arguments.paths or [_measure(arguments, request)]
-    plan = make_plan(paths, request, arguments.model, Progress())
+    seconds = None if arguments.paths else time.monotonic() - began
+    if seconds is not None:
+        sys.stderr.write(f"paceline: measured in {seconds:.0f} s\n")
+    plan = replace(
+        make_plan(paths, request, arguments.model, Progress()), calibration_seconds=seconds
+    )
     print_plan(plan)
     if arguments.json:
         plan.write(arguments.json)

@@ -62,6 +62,8 @@ class Plan:
     """Of the recommendation, or of the fastest prediction with several workers."""
     checks: Sequence[Check] = ()
     """Measured runs and their predictions."""
+    calibration_seconds: float | None = None
+    """What measuring the job took; None for a plan from records."""
 
     def to_dict(self) -> dict[str, Any]:
         known = self.calibration
@@ -71,6 +73,7 @@ class Plan:
             "model": known.model,
             "hardware": dict(known.hardware),
             "sources": list(known.sources),
+            "calibration_seconds": self.calibration_seconds,
             "predictions": [each.to_dict() for each in self.predictions],
             "advice": None if self.advice is None else self.advice.to_dict(),
             "sensitivity": None if self.sensitivity is None else self.sensitivity.to_dict(),
