@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from paceline.profiler import FACTOR_VARIABLE
-from paceline.profiler.collectives import recording_windows
-from paceline.profiler.collectives.log import BACKWARD, CollectiveLog, Counts, Pause, read_logs
-from paceline.profiler.collectives.recorder import RecordedGroup
+from paceline.profiler.collectives import paused_calls, recording_windows
+from paceline.profiler.collectives.flight_recorder import TracedCall, number_of
+from paceline.profiler.collectives.log import (
+    BACKWARD,
+    POLLED,
+    TRACED,
+    CollectiveLog,
+    Counts,
+    Pause,
+    read_logs,
+)
+from paceline.profiler.collectives.recorder import CollectiveRecorder, RecordedGroup
 from paceline.profiler.collectives.recording_windows import (
     WINDOW_STEPS,
     RecordingWindows,
@@ -262,7 +274,63 @@ def test_a_pause_that_lasts_until_the_end_is_completed_in_the_log(training: Trai
     (pause,) = training.pauses()
     assert pause.updates_after == began + 3
     assert pause.known_calls == {0: PER_STEP * (began + 3)}
-    paused_calls: Any = training.windows._paused_calls
-    assert paused_calls.is_removed
+    paused: Any = training.windows._paused_calls
+    assert paused.is_removed
     training.step(8 * WINDOW_STEPS)
     assert len(training.pauses()) == 1
+
+
+def test_the_flight_recorder_is_read_only_if_something_can_have_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[TracedCall] = []
+    reads = []
+
+    def read_calls(after: Mapping[str, int]) -> list[TracedCall]:
+        reads.append(after)
+        return calls
+
+    monkeypatch.setattr(paused_calls, "read_calls", read_calls)
+    numbers = {0: 8}
+    log = CollectiveLog(tmp_path, 0)
+    paused = paused_calls.PausedCalls(
+        log, StepTracker(lambda: None), lambda function: function, lambda: dict(numbers)
+    )
+    # The thread of its own does not take this for a stall.
+    paused.begin({"0": RecordedGroup(0, 0, 2, calls_before=CALLS_BEFORE)}, step_seconds=1e6)
+    try:
+        paused._add_calls()
+        assert not reads
+        numbers[0] += 1
+        calls.append(TracedCall("0", CALLS_BEFORE + 9, 0, 64, 1.0, has_ended=False))
+        for _ in range(2):
+            # It may end at any time.
+            paused._add_calls()
+        assert len(reads) == 2
+        calls[0] = calls[0]._replace(has_ended=True)
+        for _ in range(3):
+            paused._add_calls()
+        assert len(reads) == 3
+        (record,) = log.read()
+        assert (record["sequence"], record["flags"]) == (8, TRACED | POLLED)
+        assert record["end"] > 0
+    finally:
+        paused.remove()
+        log.close()
+
+
+def test_a_group_is_destroyed_after_recording_resumed(tmp_path: Path) -> None:
+    recorder = CollectiveRecorder(StepTracker(lambda: None), tmp_path)
+    store = dist.HashStore()  # type: ignore[attr-defined]  # not in the stubs
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    numbers = []
+    try:
+        recorder.install()
+        dist.all_reduce(torch.ones(1))
+        recorder.before_call = lambda: numbers.append(
+            [number_of(group) for group in distributed_c10d._world.pg_map]
+        )
+    finally:
+        dist.destroy_process_group()
+        recorder.remove()
+    assert numbers == [[1]]

@@ -6,7 +6,7 @@ A thread notices that no step ends, and adds what the flight recorder has to the
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -58,11 +58,20 @@ def _sequence(call: TracedCall, groups: Groups) -> int:
 class PausedCalls:
     """Watches the program in each pause, from `begin` to `end`."""
 
-    def __init__(self, log: CollectiveLog, tracker: StepTracker, guard: Guard) -> None:
-        self._log, self._tracker = log, tracker
+    def __init__(
+        self,
+        log: CollectiveLog,
+        tracker: StepTracker,
+        guard: Guard,
+        numbers: Callable[[], dict[int, int]],
+    ) -> None:
+        """`numbers`: by index of a group, how many of its collectives were called."""
+        self._log, self._tracker, self._numbers = log, tracker, numbers
         self._groups: Groups = {}
         self._stall_seconds = STALL_SECONDS
         self._is_paused = False
+        self._read: dict[int, int] = {}
+        """`numbers` when the flight recorder was last read."""
         self._written: dict[str, int] = {}
         """By name: the number of the last collective that is in the log."""
         self._open: dict[tuple[str, int], int] = {}
@@ -75,13 +84,13 @@ class PausedCalls:
         )
         self._thread.start()
 
-    def begin(self, groups: Groups, calls: Mapping[int, int], step_seconds: float) -> None:
-        """`calls`: by index of a group, how many of its collectives precede the pause."""
+    def begin(self, groups: Groups, step_seconds: float) -> None:
+        calls = self._numbers()
         written = {
             name: group.calls_before + calls.get(group.index, 0) for name, group in groups.items()
         }
         with self._lock:
-            self._groups, self._written = groups, written
+            self._groups, self._read, self._written = groups, calls, written
             self._stall_seconds = max(STALL_SECONDS, STALL_STEPS * step_seconds)
             self._is_paused = True
 
@@ -117,6 +126,11 @@ class PausedCalls:
         with self._lock:
             if not self._is_paused:
                 return
+            numbers = self._numbers()
+            if numbers == self._read and not self._open:
+                # Nothing was called since, and all that was called before has ended.
+                return
+            self._read = numbers
             before = {name: number - LAST_CALLS for name, number in self._written.items()}
             calls = read_calls(before)
             for name, number in list(self._written.items()):

@@ -130,7 +130,8 @@ class CollectiveRecorder:
         """Whether the process groups count their collectives as the log does (RecordingWindows)."""
         self.calls_of_other_threads = 0
         self.before_call: Callable[[], None] = lambda: None
-        """Called before the script issues a collective, or creates a group or a DDP model."""
+        """Called before the script issues a collective, creates or destroys a group, or creates a
+        DDP model."""
         self.script_calls = 0
         """Collectives that Python code issued."""
         self.other_records = 0
@@ -168,6 +169,7 @@ class CollectiveRecorder:
         for name in METHODS:
             if hasattr(dist.ProcessGroup, name):
                 self.hooks.replace(dist.ProcessGroup, name, self._make_script_call)
+        self.hooks.replace(dist.ProcessGroup, "shutdown", self._make_shutdown)
         self._models.install()
         for group in distributed_c10d._world.pg_map:
             self.python_groups.watch(type(group))
@@ -412,6 +414,15 @@ class CollectiveRecorder:
         # and would call it again from the original, if its code had another name.
         method.__code__ = method.__code__.replace(co_name=original.__name__)
         return method
+
+    def _make_shutdown(self, original: Any) -> Any:
+        """Make the method that destroys a group, which does not count its collectives any more."""
+
+        def shutdown(group: Any) -> Any:
+            self.before_call()
+            return original(group)
+
+        return shutdown
 
     def _make_section(self, original: Any) -> Any:
         """Make a function that issues collectives, and waits for them, in C++."""

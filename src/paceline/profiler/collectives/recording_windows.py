@@ -220,7 +220,8 @@ class RecordingWindows:
     def _numbers(self) -> dict[int, int]:
         """How many collectives each group was called for since its first record."""
         found = {}
-        for group in distributed_c10d._world.pg_map:
+        # A copy, because another thread calls this, too.
+        for group in list(distributed_c10d._world.pg_map):
             known = self._recorder.groups.get(group.group_name)
             number = number_of(group) if known is not None else None
             if known is not None and number is not None:
@@ -251,14 +252,16 @@ class RecordingWindows:
             exchange=window.phases["exchange"],
         )
         if self._paused_calls is None:
-            self._paused_calls = PausedCalls(log, self._tracker, self._recorder.guard)
+            self._paused_calls = PausedCalls(
+                log, self._tracker, self._recorder.guard, self._numbers
+            )
         step_seconds = (now.moment - window.moment) / steps
-        self._paused_calls.begin(dict(self._recorder.groups), self._numbers(), step_seconds)
+        self._paused_calls.begin(dict(self._recorder.groups), step_seconds)
         self._is_paused = True
         self._tracker.recorder_seconds += perf_counter() - began
 
     def _interrupt(self) -> None:
-        """The script is about to issue a collective, or to create a group or a DDP model."""
+        """The script is about to issue a collective, or changes what groups or models there are."""
         if not self._is_paused:
             return
         if not self._tracker.is_in_thread():
