@@ -27,7 +27,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import json
 import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +38,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from common.plan_measurements import Measurements
+from common.plan_measurements import BATCH_SIZE, Measurements, read_comm_record, run_settings
 from common.side_by_side import run_side_by_side
 from paceline.analysis.run import open_run
 from paceline.errors import RunError
@@ -59,7 +58,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "vgg11": {"model_options": {"width": "0.25"}},
 }
 NODES = (8, 4)
-BATCH_SIZE = 192
 LOCAL_BATCHES = (24, 48, 96)
 STUDY_SECONDS, STUDY_STEPS = 1.0, (3, 24)
 """Of a run of the exhaustive study, without the first step."""
@@ -160,10 +158,8 @@ class Measurer:
         began = monotonic()
         self._runs.comm(file, machines, **selection)
         seconds = monotonic() - began
-        record = json.loads(file.read_text())
-        kept = ("kind", "nodes", "workers", "tensors", "cluster", "plan", "measurements", "codecs")
         return {
-            "record": {key: record[key] for key in kept},
+            "record": read_comm_record(file),
             "seconds": seconds,
             "node_seconds": 2 * seconds,
         }
@@ -219,18 +215,8 @@ class Measurer:
     ) -> tuple[Path, float]:
         """Return the folder of a run, and how long it took."""
         cluster = self._cluster(link, nodes)
-        settings = {
-            "model": model,
-            **MODELS[model],
-            **own,
-            "batch_size": batch,
-            "iterations": steps,
-            "train_samples": 5 * BATCH_SIZE,
-            "test_samples": 16,
-            "device": "cpu",
-            "threads": 1,
-            "cluster": cluster,
-        }
+        job = {"model": model, **MODELS[model], **own}
+        settings = run_settings(job, {"cluster": cluster}, batch, steps)
         if cluster not in self._warm:
             self._warm.add(cluster)
             self._runs.train(self._folder, f"{next(self._numbers)}", {**settings, "iterations": 1})

@@ -127,6 +127,29 @@ def _steps(step_seconds: float) -> int:
     return min(max(periods, fewest), MOST_PERIODS) * PERIOD + 1
 
 
+def run_settings(
+    job: Mapping[str, Any], machines: Mapping[str, Any], batch: int, steps: int
+) -> dict[str, Any]:
+    """Settings of a short run, whose workers compute on one thread each."""
+    return {
+        **job,
+        **machines,
+        "batch_size": batch,
+        "iterations": steps,
+        "train_samples": 5 * BATCH_SIZE,
+        "test_samples": 16,
+        "device": "cpu",
+        "threads": 1,
+    }
+
+
+def read_comm_record(file: Path) -> dict[str, Any]:
+    """What plans need of a record of `paceline comm`."""
+    record = json.loads(file.read_text())
+    kept = ("kind", "nodes", "workers", "tensors", "cluster", "plan", "measurements", "codecs")
+    return {key: record[key] for key in kept if key in record}
+
+
 def calibration_names() -> Iterator[str]:
     for links in ((*LINKS,), (ONE_HOST,)):
         yield from (f"{link}/comm" for link in links)
@@ -169,9 +192,7 @@ class Measurer:
         machines = {**self._machines(link, 2), "threads": 1}
         selection = {**COMM, "sizes": COMM_SIZES, "seconds": "0.4"}
         self._runs.comm(file, machines, **selection)
-        record = json.loads(file.read_text())
-        kept = ("kind", "nodes", "workers", "tensors", "cluster", "plan", "measurements")
-        return {"record": {key: record[key] for key in kept if key in record}}
+        return {"record": read_comm_record(file)}
 
     def _calibration(self, folder: Path, link: str, model: str) -> dict[str, Any]:
         wanted: list[tuple[int, Mapping[str, Any], int]]
@@ -220,18 +241,8 @@ class Measurer:
         batch: int,
         steps: int,
     ) -> Path:
-        settings = {
-            "model": model,
-            **MODELS[model],
-            **own,
-            "batch_size": batch,
-            "iterations": steps,
-            "train_samples": 5 * BATCH_SIZE,
-            "test_samples": 16,
-            "device": "cpu",
-            "threads": 1,
-            **self._machines(link, workers),
-        }
+        job = {"model": model, **MODELS[model], **own}
+        settings = run_settings(job, self._machines(link, workers), batch, steps)
         attempts: list[tuple[float, Path]] = []
         while len(attempts) < self._attempts:
             run = self._runs.train(out, f"{next(self._numbers)}", settings)
