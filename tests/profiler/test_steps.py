@@ -132,6 +132,37 @@ def test_phases_sum_to_the_wall_time(tmp_path: Path) -> None:
     assert measured.record.wall_seconds == pytest.approx(clock.wall_seconds, rel=0.01)
 
 
+def test_clearing_the_gradients_is_part_of_the_update(tmp_path: Path) -> None:
+    net = model()
+    optimizer = sgd(net)
+    with profiled(tmp_path) as measured:
+        for batch in loader(2):
+            optimizer.zero_grad()
+            loss = loss_of(net, *batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.zero_grad(set_to_none=False)
+            optimizer.step()
+            optimizer.zero_grad()
+    # The first step begins with the first batch.
+    cleared = ["input", "update", "forward", "update", "forward", "backward", "update"]
+    assert measured.phases == [*cleared * 2, "input"]
+    assert len(measured.record.step_seconds) == 2
+
+
+def test_clearing_the_gradients_outside_a_step_is_no_update(tmp_path: Path) -> None:
+    net = model()
+    optimizer = sgd(net)
+    with profiled(tmp_path) as measured:
+        optimizer.zero_grad()
+        train_step(net, optimizer, *next(iter(loader(1))))
+        net.eval()
+        with torch.no_grad():
+            net(torch.ones(4, 2))
+        optimizer.zero_grad()
+    assert measured.phases == [*STEP, "evaluate"]
+
+
 def test_gradient_accumulation_is_one_step(tmp_path: Path) -> None:
     net = model()
     optimizer = sgd(net)

@@ -65,6 +65,6 @@ def loss_of(net: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def train_step(net: nn.Module, optimizer: torch.optim.Optimizer, *batch: Tensor) -> None:
-    optimizer.zero_grad()
     loss_of(net, *batch).backward()
     optimizer.step()
+    optimizer.zero_grad()

@@ -18,6 +18,7 @@ import torch.utils.data.dataloader as dataloader
 from torch import nn
 from torch.amp import grad_scaler
 from torch.optim.optimizer import (
+    Optimizer,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
@@ -29,6 +30,7 @@ from paceline.profiler.tracking.notes import (
     loss_of,
     measured_backward,
     measured_call,
+    measured_clearing,
     measured_input,
     model_notes,
     update_notes,
@@ -140,6 +142,11 @@ class Hooks:
         begin, end = map(never_compile, update_notes(tracker))
         self._handles.append(register_optimizer_step_pre_hook(begin))
         self._handles.append(register_optimizer_step_post_hook(end))
+
+        def make(original: Any) -> Any:
+            return measured_clearing(original, tracker)
+
+        self.replace(Optimizer, "zero_grad", make)
 
     def _hook_grad_scaler(
         self, tracker: StepTracker, unscaled: list[Loss], skip: Callable[..., Any]

@@ -147,6 +147,23 @@ def update_notes(tracker: StepTracker) -> tuple[Callable[..., None], Callable[..
     return begin_update, end_update
 
 
+def measured_clearing(original: Any, tracker: StepTracker) -> Any:
+    """Make the function that clears gradients."""
+    events, begin, end = tracker.events, tracker.begin_clearing, tracker.end_clearing
+
+    def zero_grad(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if get_ident() != events.thread:
+            return original(self, *args, **kwargs)
+        began = perf_counter()
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            events.append((began, begin))
+            events.append((perf_counter(), end))
+
+    return zero_grad
+
+
 def loss_of(outputs: Any) -> Loss | None:
     """The scalar that a backward pass begins with; None if there is none that can be read."""
     loss = outputs[0] if isinstance(outputs, SEQUENCES) and outputs else outputs

@@ -5,7 +5,8 @@ The phase of the training thread changes at these calls:
     input       from the request for a batch of a DataLoader until it is there
     forward     from the call of a model to the backward pass, with the loss
     backward    torch.autograd
-    update      from the backward pass to the end of the optimizer's step, with clipping
+    update      from the backward pass to the end of the optimizer's step, with clipping, and
+                clearing the gradients
     evaluate    from a call of a model without gradients to the next training batch
     checkpoint  torch.save and torch.distributed.checkpoint
     other       the rest
@@ -109,6 +110,8 @@ class StepTracker:
         self._outer: list[Any] = []
         """For each input and backward pass in progress, what its end must know."""
         self._phase_after_update = "other"
+        self._phase_after_clearing: str | None = None
+        """None if clearing the gradients is part of the phase that it is in."""
         self._computes = False
         """Whether the step has called a model."""
         self._has_begun = False
@@ -375,6 +378,18 @@ class StepTracker:
             self.end_step(self._phase_after_update)
         else:
             self._clock.enter(self._phase_after_update)
+
+    def begin_clearing(self) -> None:
+        """The gradients are cleared; a GPU does nothing for it."""
+        phase = self._clock.phase
+        is_part = phase not in ("other", "forward") or not self._has_begun or self._is_on_gpu
+        self._phase_after_clearing = None if is_part else phase
+        if not is_part:
+            self._clock.enter("update")
+
+    def end_clearing(self) -> None:
+        if self._phase_after_clearing is not None:
+            self._clock.enter(self._phase_after_clearing)
 
     def skip_update(self, optimizer: Optimizer) -> None:
         """A GradScaler skipped the step of an optimizer, because gradients were not finite."""
