@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +29,7 @@ from paceline.profiler.collectives.recording_windows import (
     is_recorded,
 )
 from paceline.profiler.collectives.sampling import recorded, sampling_of, skipped_steps
+from paceline.profiler.collectives.sleep_time import SleepTime
 from paceline.profiler.collectives.waiting import separate_waits
 from paceline.profiler.post_mortem.end_of_rank import find_last_wait
 from paceline.profiler.post_mortem.examination import find_pending, joined_records
@@ -317,7 +320,8 @@ def test_windows_of_larger_factors_are_recorded_by_smaller_ones() -> None:
 
 def windows_of(tracker: Any, **values: Any) -> RecordingWindows:
     windows = RecordingWindows.__new__(RecordingWindows)
-    defaults = {"_tracker": tracker, "_is_paused": True, "_shares": [], "_forced": None}
+    defaults: dict[str, Any] = {"_sleep_time": SleepTime()}
+    defaults |= {"_tracker": tracker, "_is_paused": True, "_shares": [], "_forced": None}
     defaults["_must_resume"] = False
     for name, value in {**defaults, **values}.items():
         setattr(windows, name, value)
@@ -334,13 +338,65 @@ def test_steps_in_a_pause_have_the_share_of_communication_that_recorded_ones_hav
     assert clock._seconds["backward"] == pytest.approx(0.006)
     assert clock._seconds["exchange"] == pytest.approx(0.004)
     assert events.window_ends == 320
-    # The other rank saves a checkpoint: this one waits, and computes no longer than usual.
-    clock._seconds["backward"] += 2.0
+
+
+class Slept(SleepTime):
+    """Of a thread that slept for a time that is given."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._slept = seconds
+
+    def refresh(self) -> None:
+        pass
+
+    def _since_last(self) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize("slept", [0.0, 0.7, 5.0])
+def test_a_long_backward_pass_is_waiting_as_far_as_the_thread_slept(slept: float) -> None:
+    clock = PhaseClock()
+    clock._seconds["backward"] = 2.0
+    share = CommunicationShare("backward", share=0.4, usual_seconds=0.02, seconds=0.0)
+    events = SimpleNamespace(window_ends=320)
+    tracker = SimpleNamespace(clock=clock, events=events)
+    windows = windows_of(tracker, _shares=[share], _sleep_time=Slept(slept))
     windows.end_step()
-    assert clock._seconds["wait"] == pytest.approx(2.0 - recording_windows.STALL_SECONDS)
-    assert sum(clock._seconds.values()) == pytest.approx(2.01)
+    usual = recording_windows.STALL_SECONDS
+    waited = min(slept, 2.0 - usual)
+    # The other rank saves a checkpoint, or this one computes for longer.
+    assert clock._seconds["wait"] == pytest.approx(waited)
+    assert clock._seconds["exchange"] == pytest.approx(0.4 * usual)
+    assert clock._seconds["backward"] == pytest.approx(2.0 - waited - 0.4 * usual)
     # Recording resumes with the next step.
     assert events.window_ends == 0
+    clock._seconds["backward"] += 0.01
+    windows.end_step()
+    assert clock._seconds["wait"] == pytest.approx(waited)
+
+
+def test_a_thread_sleeps_unless_it_computes() -> None:
+    sleep_time = SleepTime()
+    time.sleep(0.05)
+    assert sleep_time.take(0.02) == 0.02
+    # It is known once.
+    assert 0.03 <= sleep_time.take(10.0) < 10.0
+    began, computed = time.perf_counter(), time.thread_time()
+    while time.thread_time() - computed < 0.05:
+        pass
+    slept = sleep_time.take(10.0)
+    assert slept <= time.perf_counter() - began - 0.05 + 0.01
+
+
+def test_another_thread_does_not_know_how_long_it_slept() -> None:
+    sleep_time = SleepTime()
+    time.sleep(0.01)
+    taken: list[float] = []
+    thread = Thread(target=lambda: taken.append(sleep_time.take(1.0)))
+    thread.start()
+    thread.join()
+    assert taken == [0.0]
 
 
 def test_a_long_forward_pass_is_not_taken_for_waiting() -> None:

@@ -26,6 +26,7 @@ from torch.distributed import distributed_c10d
 from paceline.profiler import FACTOR_VARIABLE
 from paceline.profiler.collectives.flight_recorder import number_of
 from paceline.profiler.collectives.paused_calls import PausedCalls, are_traced
+from paceline.profiler.collectives.sleep_time import SleepTime
 
 if TYPE_CHECKING:
     from paceline.profiler.collectives.recorder import CollectiveRecorder
@@ -44,7 +45,8 @@ BLOCKED_PHASES = ("forward", "backward")
 
 STALL_FACTOR, STALL_SECONDS = 4.0, 0.05
 """What a backward pass takes beyond this multiple of what is usual, and beyond this time, is
-waiting: for a rank that evaluates or saves a checkpoint meanwhile."""
+waiting as far as the thread slept: for a rank that evaluates or saves a checkpoint meanwhile. The
+rest is a longer computation."""
 
 
 @dataclass(slots=True)
@@ -97,6 +99,7 @@ class RecordingWindows:
         self._window: _Totals | None = None
         self._began = 0.0
         self._shares: list[CommunicationShare] = []
+        self._sleep_time = SleepTime()
         self._paused_calls: PausedCalls | None = None
         self._is_paused = False
         self._must_resume = False
@@ -110,17 +113,20 @@ class RecordingWindows:
         if not self._is_paused:
             return
         clock = self._tracker.clock
+        self._sleep_time.refresh()
         for one in self._shares:
             spent = clock.known_seconds[one.phase] - one.seconds
-            stall = 0.0
+            excess = waited = 0.0
             if one.phase == "backward":
                 # A forward pass contains code of the script.
-                stall = max(0.0, spent - max(one.usual_seconds, STALL_SECONDS))
-            exposed = one.share * (spent - stall)
+                excess = max(0.0, spent - max(one.usual_seconds, STALL_SECONDS))
+            if excess:
+                waited = self._sleep_time.take(excess)
+            exposed = one.share * (spent - excess)
             clock.move(one.phase, "exchange", exposed)
-            clock.move(one.phase, "wait", stall)
-            one.seconds += spent - exposed - stall
-            if stall:
+            clock.move(one.phase, "wait", waited)
+            one.seconds += spent - exposed - waited
+            if excess:
                 # Perhaps steps are longer from now on.
                 self._must_resume, self._tracker.events.window_ends = True, 0
 
@@ -257,7 +263,7 @@ class RecordingWindows:
             )
         step_seconds = (now.moment - window.moment) / steps
         self._paused_calls.begin(dict(self._recorder.groups), step_seconds)
-        self._is_paused = True
+        self._is_paused, self._sleep_time = True, SleepTime()
         self._tracker.recorder_seconds += perf_counter() - began
 
     def _interrupt(self) -> None:
