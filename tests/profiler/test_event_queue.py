@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import math
+import sys
 from pathlib import Path
 from typing import Any
 from weakref import ref
 
+import pytest
 import torch
 from torch import Tensor
 from torch.optim import SGD
 
+from paceline.profiler import rank_log
+from paceline.profiler.tracking import event_queue
 from paceline.profiler.tracking.event_queue import EventQueue
+from paceline.records import RunFolder
 from tests.support.profiled import loader, loss_of, model, profiled, train_step
 
 
@@ -39,7 +46,7 @@ def test_events_wait_after_the_first_step_until_the_clock_is_read(tmp_path: Path
         batches = iter(loader(3))
         train_step(net, optimizer, *next(batches))
         assert tracker.steps == 1
-        tracker.events.due = float("inf")
+        tracker.events.due, tracker.events.due_update = math.inf, sys.maxsize
         train_step(net, optimizer, *next(batches))
         assert tracker.steps == 1
         assert tracker.clock.phase == "other"
@@ -55,7 +62,7 @@ def test_waiting_events_keep_no_object_of_the_script(tmp_path: Path) -> None:
     with profiled(tmp_path) as measured:
         tracker = measured.session.tracker
         train_step(net := model(), optimizer := SGD(net.parameters(), lr=0.1), *batch_of(4))
-        tracker.events.due = float("inf")
+        tracker.events.due, tracker.events.due_update = math.inf, sys.maxsize
         loaded = loader(1)
         for batch in loaded:
             loss = loss_of(net, *batch)
@@ -69,6 +76,57 @@ def test_waiting_events_keep_no_object_of_the_script(tmp_path: Path) -> None:
         assert tracker.steps == 1
         tracker.events.flush()
         assert tracker.steps == 2
+
+
+def test_ranks_with_steps_of_similar_length_interpret_events_after_the_same_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    due = []
+    for step_seconds in (0.0115, 0.0150):
+        now = 0.0
+        monkeypatch.setattr(event_queue, "perf_counter", lambda: now)  # noqa: B023
+        queue = EventQueue(lambda function: function)
+        interpreted: list[int] = []
+        queue.defer()
+        while queue.updates < 200:
+            queue.updates += 1
+            now += step_seconds
+            queue.append((now, lambda: None))
+            if queue.updates >= queue.due_update:
+                interpreted.append(queue.updates)
+                queue.flush_due()
+        due.append(interpreted)
+    assert due[0] == due[1]
+    assert due[0][-5:] == [64, 96, 128, 160, 192]
+
+
+def test_events_are_due_if_no_step_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1.0
+    monkeypatch.setattr(event_queue, "perf_counter", lambda: now)
+    queue = EventQueue(lambda function: function)
+    assert queue.due == math.inf
+    queue.defer()
+    assert now < queue.due < now + 2.0
+
+
+def test_a_block_is_written_when_all_steps_that_were_noted_are_interpreted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CPU time is read then: the number of steps must be that of the same moment."""
+    monkeypatch.setattr(rank_log, "BLOCK_SECONDS", 0.0)
+    net = model()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    with profiled(tmp_path) as measured:
+        tracker = measured.session.tracker
+        for batch in loader(6):
+            train_step(net, optimizer, *batch)
+            tracker.events.due, tracker.events.due_update = math.inf, sys.maxsize
+        tracker.events.flush()
+        lines = RunFolder(tmp_path).events_file(0).read_text().splitlines()
+        events = [json.loads(line) for line in lines]
+    assert [event["steps"] for event in events if event["event"] == "facts"] == [6]
+    (block,) = (event for event in events if event["event"] == "iterations")
+    assert len(block["seconds"]) == 6
 
 
 def test_no_event_waits_after_the_session(tmp_path: Path) -> None:

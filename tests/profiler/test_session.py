@@ -300,7 +300,7 @@ def test_only_the_steps_of_the_window_are_measured(tmp_path: Path) -> None:
     measured.start()
     try:
         run_loop(8)
-        # The end of the last step is noticed within a tenth of a second.
+        # The end of the last step is noticed within a second.
         measured.tracker.events.flush()
         assert nn.Module.__call__ is call
     finally:

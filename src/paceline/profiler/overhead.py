@@ -8,7 +8,6 @@ more. Other hooks are measured before the script trains. Both are multiplied by 
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -52,7 +51,6 @@ class NoteProbe:
     def __init__(self) -> None:
         tracker = StepTracker(lambda: None)
         tracker.events.append = deque[Event](maxlen=PROBES_KEPT).append
-        tracker.events.due = math.inf
         begin, end = update_notes(tracker)
         optimizer, batches, batch = _Object(), _Object(), [torch.zeros(1)]
         get_batch = measured_input(lambda _: batch, tracker, count_samples)

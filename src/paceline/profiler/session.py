@@ -49,6 +49,8 @@ class Session:
         self.tracker = StepTracker(self._end_step, self._count_copies, self.guard)
         probe = self.log.costs.probe
         self.tracker.events.is_ready = lambda: probe.has_ended(self.tracker.events.updates)
+        # Not after each step: what is read from the system is that of the steps noted so far.
+        self.tracker.events.on_flush = lambda: self.log.write_due(self.tracker)
         self._trace: TraceLog | None = None
         if has_trace:
             self._trace = TraceLog(self.tracker, self.log.window.first)
@@ -106,6 +108,8 @@ class Session:
         if self._windows is not None:
             self._windows.end_step()
         self.log.step(self.tracker)
+        if not self.tracker.events.is_deferred:
+            self.log.write_due(self.tracker)
         if self.log.window.is_over(self.tracker.steps):
             self._stop()
             if self._facts is not None:

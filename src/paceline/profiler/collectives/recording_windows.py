@@ -147,6 +147,10 @@ class RecordingWindows:
         tracker = self._tracker
         if not tracker.is_in_thread():
             return
+        if self._recorder.log is None:
+            # There are no collectives: what the script does is not interpreted just for this.
+            tracker.events.window_ends += FIRST_STEPS
+            return
         now = self._totals()
         if not self._began:
             self._began = now.moment

@@ -2,19 +2,21 @@
 
 A hook runs between two parts of the program, when little of its own code is in the caches of the
 processor, and takes about four times as long as in a loop. On a CPU, hooks therefore only append an
-event, and the events of many steps are interpreted at once (docs/design-notes.md).
+event, and the events of many steps are interpreted at once (docs/design-notes.md). All ranks do
+that after the same step, since a rank that does it alone keeps the others waiting.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from threading import get_ident
 from time import perf_counter, thread_time
 from typing import Any
 
-INTERVAL_SECONDS = 0.1
-"""How long events may wait, if the program goes on."""
+INTERVAL_SECONDS = 0.5
+"""About how long events wait, if steps end, and half of how long at most."""
 
 Guard = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Makes a function that never raises: after an exception, the profiler stops."""
@@ -31,15 +33,19 @@ class EventQueue:
     """Interprets each event at once until `defer`, and none after `stop`."""
 
     __slots__ = (
+        "_last",
         "_now",
         "_waiting",
         "append",
         "due",
+        "due_update",
         "flush",
         "flush_due",
+        "is_deferred",
         "is_in_model",
         "is_ready",
         "noted",
+        "on_flush",
         "on_window",
         "seconds",
         "thread",
@@ -53,6 +59,10 @@ class EventQueue:
         self.append: Callable[[Event], None] = guard(self._interpret_now)
         self.thread = get_ident()
         """The one that trains: hooks note only what it does. 0 after `stop`."""
+        self.is_deferred = False
+        """Whether events wait."""
+        self.on_flush: Callable[[], object] = lambda: None
+        """Called when those that waited are interpreted."""
         self.is_in_model = False
         """Whether the last event was the call of a model for training: those of its modules need
         none."""
@@ -65,18 +75,23 @@ class EventQueue:
         """How many events were interpreted."""
         self.seconds = 0.0
         """What that took: CPU time, or on a GPU, where it is done for each event, time."""
-        self.due = 0.0
-        """When those that wait must be interpreted."""
+        self.due_update = sys.maxsize
+        """How many steps of optimizers there are when those that wait are interpreted."""
+        self.due = math.inf
+        """When they are interpreted in any case."""
         self.flush_due = guard(self._flush_due)
         """Called when they are due."""
         self.is_ready: Callable[[], bool] = lambda: True
         """Called then: whether they are interpreted now, not at one of the next events."""
         self._waiting: list[Event] = []
+        self._last = 0, perf_counter()
+        """How many steps there were when events were interpreted last, and when that was."""
         self._now = 0.0
 
     def defer(self) -> None:
         """Let events wait: their times are those of the program, not of a GPU."""
-        self.append = self._waiting.append
+        self.append, self.is_deferred = self._waiting.append, True
+        self._schedule()
 
     def stop(self) -> None:
         """Ignore events from now on: hooks of torch may outlast the session."""
@@ -93,10 +108,26 @@ class EventQueue:
             self._waiting.clear()
             began = thread_time()
             self._interpret(waiting)
+            self.on_flush()
             self.seconds += thread_time() - began
+            self._schedule()
+
+    def _schedule(self) -> None:
+        """Choose the step after which events are interpreted.
+
+        It is a multiple of a power of two, so ranks whose steps take about as long choose the same.
+        """
+        (steps, then), now = self._last, perf_counter()
+        self._last = self.updates, now
+        self.due = now + 2 * INTERVAL_SECONDS
+        period = 1
+        if self.updates > steps and now > then:
+            fitting = INTERVAL_SECONDS * (self.updates - steps) / (now - then)
+            period = 1 << max(0, round(math.log2(fitting)))
+        self.due_update = (self.updates // period + 1) * period
 
     def _flush_due(self) -> None:
-        if self.is_ready() or perf_counter() >= self.due + INTERVAL_SECONDS:
+        if self.is_ready() or perf_counter() >= self.due:
             self._flush()
 
     def _interpret_now(self, event: Event) -> None:
@@ -111,5 +142,4 @@ class EventQueue:
                 function(*arguments)
         finally:
             self._now = 0.0
-            self.due = perf_counter() + INTERVAL_SECONDS
             self.noted += len(events)

@@ -136,10 +136,9 @@ def update_notes(tracker: StepTracker) -> tuple[Callable[..., None], Callable[..
         events.is_in_model = False
 
     def end_update(optimizer: Optimizer, *_: object) -> None:
-        now = perf_counter()
-        events.append((now, end, ref(optimizer)))
+        events.append((perf_counter(), end, ref(optimizer)))
         events.is_in_model = False
-        if now >= events.due:
+        if events.updates >= events.due_update:
             events.flush_due()
         if events.updates >= events.window_ends:
             events.on_window()
