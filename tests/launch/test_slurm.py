@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tests.support.commands import (
     ENDLESS,
     TINY,
     flags,
+    free_port,
     is_training,
     launch,
     names_in,
@@ -25,6 +27,27 @@ from tests.support.commands import (
 from tests.support.slurm_cluster import slurm_cluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.root]
+
+SCRIPT = """
+import os
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+rank, world_size = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
+dist.init_process_group("gloo", f"tcp://127.0.0.1:{sys.argv[1]}", rank=rank, world_size=world_size)
+model = DistributedDataParallel(nn.Linear(64, 10))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(20):
+    optimizer.zero_grad()
+    model(torch.randn(16, 64)).square().mean().backward()
+    optimizer.step()
+dist.destroy_process_group()
+sys.exit(3)
+"""
+"""Knows nothing of paceline."""
 
 ONE_THREAD = {"threads": 1}
 """The sums of a layer depend on the number of threads, which follows from workers on a machine."""
@@ -114,3 +137,18 @@ def test_a_job_that_slurm_rejects_is_reported_and_leaves_no_files(
     assert expected.err.startswith("paceline: error: sbatch rejected the job: ")
     assert expected.err.count("\n") == 1
     assert not names_in(tmp_path)
+
+
+def test_a_profile_of_srun_has_all_ranks_and_the_exit_code(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    words = ["profile", "--quiet", "--out", str(tmp_path), "--name", "run", "--"]
+    srun = ["srun", "--nodes", "2", "--ntasks", "2", sys.executable, str(script), str(free_port())]
+    assert cli.main([*words, *srun]) == 3
+    result = read_json(tmp_path / "run" / "result.json")
+    assert (result["status"], result["cause"]) == ("failed", "srun ended with exit code 3")
+    assert result["iterations"] == 20
+    assert [worker["node"] for worker in result["workers"]] == [0, 1]
+    for worker in result["workers"]:
+        # 2 (P - 1) / P of the gradients, which are those of 64 inputs and 10 outputs.
+        assert worker["traffic"]["gradients"]["bytes_sent"] == 20 * 4 * (64 + 1) * 10

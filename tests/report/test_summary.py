@@ -36,6 +36,25 @@ def test_restarts_are_told_with_their_causes(
     )
 
 
+@pytest.mark.parametrize(
+    ("status", "cause", "text"),
+    [
+        ("failed", "python ended with exit code 7", "failed: python ended with exit code 7"),
+        ("stopped", "stopped by SIGINT", "stopped by SIGINT"),
+        ("finished", None, "finished"),
+    ],
+)
+def test_the_status_of_a_script_has_its_cause(
+    status: str,
+    cause: str | None,
+    text: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    message = account(tmp_path, capsys, kind="profile", status=status, cause=cause)
+    assert f"status {text} test set" in message
+
+
 def test_the_start_up_of_the_first_worker_is_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

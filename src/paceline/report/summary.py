@@ -50,7 +50,7 @@ def print_summary(
     facts = Table(box=None, pad_edge=False, show_header=False)
     facts.add_column(no_wrap=True)
     facts.add_column(overflow="fold")
-    rows = [("status", result["status"])]
+    rows = [("status", _status(result))]
     if result["workers"]:
         run = Run(folder, settings_of(result, folder.result_file), result)
         rows = summary_rows(result, None if run.is_synchronous else run.iteration_seconds)
@@ -67,6 +67,14 @@ def print_summary(
         if path is not None:
             line = f"{name:<{width}}{path}"
             console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+def _status(result: Result) -> str:
+    """With the cause for a profiled script; that of a training run is the error message."""
+    status, cause = str(result["status"]), result.get("cause")
+    if cause is None or result.get("kind") != "profile":
+        return status
+    return cause if cause.startswith(status) else f"{status}: {cause}"
 
 
 def phase_table(result: Result) -> Table:
@@ -131,7 +139,7 @@ def _bytes_in_all(checkpoints: Mapping[str, Any]) -> str:
 def summary_rows(result: Result, step_seconds: float | None) -> list[tuple[str, str]]:
     """`step_seconds`: of an asynchronous run, as in a report."""
     final, checkpoints = result["final"], result["checkpoints"]
-    rows = [("status", result["status"])]
+    rows = [("status", _status(result))]
     if final.get("test_loss") is not None:
         rows.append(
             (
