@@ -1,13 +1,15 @@
 """How well plans made on two nodes predict runs on 3, 4 and 8 nodes; `measure` needs root.
 
     python benchmarks/plan_accuracy.py [predict [FILE]] [--only PATTERN] [--cases]
-    python benchmarks/plan_accuracy.py measure FILE [--cpus X] [--only PATTERN] [--limit SECONDS]
+    python benchmarks/plan_accuracy.py measure FILE [--cpus X] [--only PATTERN] [--repeats N]
+                                           [--limit SECONDS]
 
 `predict` predicts the held-out runs that FILE has (default: those recorded for the tests), and
 prints the error relative to the measured step time, the rank correlation of the strategies for each
 link, model and number of nodes, and how many measurements are within the 80% intervals. It shows
 the same for the form of AdaptDL's model (Qiao et al., OSDI 2021), fitted to the same runs, and how
-far the strategy that is predicted to be the fastest is from the fastest measured one.
+far the strategy that is predicted to be the fastest is from the fastest measured one. How much
+repeated runs differ shows which errors no model can avoid.
 
 `measure` runs emulated clusters (common/plan_measurements.py). Links have 100 Mbit/s, 1 Gbit/s, and
 1 Gbit/s with a round trip of 1 ms, which emulation/forwarder.c adds if the kernel has no netem
@@ -15,8 +17,9 @@ far the strategy that is predicted to be the fastest is from the fastest measure
 share cores, and the machine must be quiet: runs during which other processes used more than --busy
 of the CPU are repeated, and the quietest of three is kept. Clusters run side by side as long as
 the machine has cores for them, the calibrations first. A process for each cluster starts its runs
-from a warm fork server, and appends them to FILE at once. Those that FILE has are not repeated:
-with --limit, all of them can be measured in several parts.
+from a warm fork server, and appends them to FILE at once. Those that FILE has are not measured
+again, unless held-out runs are to be repeated: with --limit, all of them can be measured in several
+parts.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
+from statistics import fmean, median
 from time import monotonic
 
 import numpy as np
@@ -62,24 +66,29 @@ class Batch:
     """At most."""
 
 
-def batches(out: Measurements, only: str) -> Iterator[Batch]:
+def batches(out: Measurements, only: str, repeats: int) -> Iterator[Batch]:
     """What is missing, in the order of starting; a calibration needs the collectives of its link
     only when it is used."""
     for name in calibration_names():
         if fnmatchcase(name, only) and name not in out.by_name:
             yield Batch((name,), 2)
-    for workers in WORKERS:
-        wanted = (name for name in held_out_names(workers) if fnmatchcase(name, only))
-        if missing := tuple(name for name in wanted if name not in out.by_name):
-            yield Batch(missing, workers)
+    # All of them once, before any is repeated.
+    for repeat in range(repeats):
+        for workers in WORKERS:
+            wanted = (name for name in held_out_names(workers) if fnmatchcase(name, only))
+            if missing := tuple(name for name in wanted if len(out.run_seconds(name)) <= repeat):
+                yield Batch(missing, workers)
 
 
 def measure(out: Measurements, options: argparse.Namespace) -> None:
     end = monotonic() + options.limit
-    wanted = ((batch, batch.workers * options.cpus) for batch in batches(out, options.only))
+    wanted = (
+        (batch, batch.workers * options.cpus)
+        for batch in batches(out, options.only, options.repeats)
+    )
     run_side_by_side(wanted, partial(run_batch, options, end), end)
     out.read()
-    if missing := sum(len(batch.names) for batch in batches(out, options.only)):
+    if missing := sum(len(batch.names) for batch in batches(out, options.only, options.repeats)):
         print(f"{missing} are missing: start the command again")
 
 
@@ -103,11 +112,23 @@ class Case:
     """A held-out run and what was predicted for it."""
 
     name: str
-    measured: float
+    runs: tuple[float, ...]
+    """Measured step times of repeated runs."""
     predicted: float
+    low: float
+    high: float
+    """Of the 80% interval."""
     baseline: float
-    is_covered: bool
     busy: float
+
+    @property
+    def measured(self) -> float:
+        return median(self.runs)
+
+    @property
+    def coverage(self) -> float:
+        """Share of the runs within the interval."""
+        return fmean(self.low <= seconds <= self.high for seconds in self.runs)
 
     def error(self, predicted: float) -> float:
         return predicted / self.measured - 1
@@ -127,10 +148,10 @@ def predict(measurements: Measurements, only: str) -> list[Case]:
         predictor = measurements.predictor(link, model)
         target = Target.of(run)
         step = predictor.predict(target).step_seconds
-        is_covered = step.low <= run.step_seconds <= step.high
+        runs = tuple(measurements.run_seconds(name))
         baseline = adaptdl_step_seconds(predictor.calibration, target)
         busy = one["busy"] or 0.0
-        cases.append(Case(name, run.step_seconds, step.median, baseline, is_covered, busy))
+        cases.append(Case(name, runs, step.median, step.low, step.high, baseline, busy))
     return cases
 
 
@@ -149,6 +170,15 @@ def adaptdl_step_seconds(calibration: Calibration, target: Target) -> float:
     )
     network = max(run.step_seconds - (constant + slope * run.samples), 0.0)
     return float(constant + slope * target.samples_of_worker + network)
+
+
+def run_to_run_differences(cases: list[Case]) -> list[float]:
+    """Between the first two runs of each cell that was repeated, relative to their mean.
+
+    The errors of a model that knew the mean of all runs exactly would be smaller by sqrt(2).
+    """
+    pairs = [case.runs[:2] for case in cases if len(case.runs) > 1]
+    return [abs(first - second) / fmean((first, second)) for first, second in pairs]
 
 
 def rank_correlation(first: list[float], second: list[float]) -> float:
@@ -188,7 +218,7 @@ class Summary:
     rank_correlation: float
     """Of the strategies, mean over links, models and numbers of workers; NaN without groups."""
     coverage: float
-    """Share of measurements within the 80% intervals."""
+    """Share of runs within the 80% intervals."""
 
     @classmethod
     def of(cls, cases: list[Case], is_baseline: bool = False) -> Summary:
@@ -207,7 +237,7 @@ class Summary:
             float(np.quantile(np.abs(signed), 0.9)),
             float(np.median(signed)),
             float(np.mean(correlations)) if correlations else math.nan,
-            sum(case.is_covered for case in cases) / len(cases),
+            fmean(case.coverage for case in cases),
         )
 
 
@@ -226,7 +256,7 @@ def print_table(cases: list[Case], shows_cases: bool) -> None:
         for case in sorted(cases, key=lambda case: -abs(math.log(case.predicted / case.measured))):
             print(
                 f"{case.name:40}{1e3 * case.measured:9.1f} ms{1e3 * case.predicted:9.1f} ms"
-                f"{case.error(case.predicted):+8.1%}{'' if case.is_covered else ' outside':8}"
+                f"{case.error(case.predicted):+8.1%}{'' if case.coverage else ' outside':8}"
                 f" busy {case.busy:.0%}"
             )
     print(f"{'':22}{'n':>4}{'median':>9}{'90%':>9}{'bias':>9}{'rank corr.':>11}{'covered':>9}")
@@ -242,6 +272,14 @@ def print_table(cases: list[Case], shows_cases: bool) -> None:
             f"the strategy predicted to be the fastest is within {CLOSE - 1:.0%} of the best in"
             f" {close} of {len(chosen)} groups (median {np.median(chosen):.2f} times its time)"
         )
+    if differences := run_to_run_differences(cases):
+        print(
+            f"two runs of a cell differ by {np.median(differences):.1%} (median of"
+            f" {len(differences)} cells, 90% of them by at most"
+            f" {np.quantile(differences, 0.9):.1%}): an exact model would be off by"
+            f" {np.median(differences) / math.sqrt(2):.1%}"
+            f" (90%: {np.quantile(differences, 0.9) / math.sqrt(2):.1%})"
+        )
     busy = [case.busy for case in cases]
     print(f"other processes used {np.median(busy):.0%} of the CPU (at most {max(busy):.0%})")
 
@@ -254,6 +292,7 @@ def main() -> None:
     parser.add_argument("file", nargs="?", type=Path, metavar="FILE", default=RECORDED)
     parser.add_argument("--only", default="*", metavar="PATTERN", help="such as '1gbit/lenet/*'")
     parser.add_argument("--cpus", type=float, default=2.0, metavar="X", help="(default: 2)")
+    parser.add_argument("--repeats", type=int, default=1, metavar="N", help="(default: 1)")
     parser.add_argument("--limit", type=float, default=math.inf, metavar="SECONDS")
     parser.add_argument("--busy", type=float, default=0.2, metavar="X", help="(default: 0.2)")
     parser.add_argument("--cases", action="store_true", help="also print each prediction")

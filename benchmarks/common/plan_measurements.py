@@ -2,12 +2,12 @@
 
 Workers are the nodes of an emulated cluster with one of LINKS, or those of this host (ONE_HOST).
 
-Each measurement has a name, and is one JSON line of a file:
+Each measurement has a name, and is one JSON line of a file, which may have a name several times:
 
 - LINK/comm: `paceline comm` with two workers.
 - LINK/MODEL/calibration: runs of one worker with several batches, a run of each strategy with two
   workers, and the calibration (plan/calibration.py) that follows from them, without collectives.
-- LINK/MODEL/WORKERS/STRATEGY: a held-out run.
+- LINK/MODEL/WORKERS/STRATEGY: a held-out run. Of several, the median of their step times counts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -67,19 +67,30 @@ class Measurements:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.by_name: dict[str, Any] = {}
+        """The last line of each name."""
+        self._run_seconds: dict[str, list[float]] = {}
         self._predictors: dict[str, Predictor] = {}
         self.read()
 
     def read(self) -> None:
         lines = self._path.read_text().splitlines() if self._path.exists() else []
-        self.by_name = {one.pop("name"): one for one in map(json.loads, lines)}
+        self.by_name, self._run_seconds = {}, {}
+        for one in map(json.loads, lines):
+            name = one.pop("name")
+            self.by_name[name] = one
+            if "run" in one:
+                self._run_seconds.setdefault(name, []).append(one["run"]["step_seconds"])
+
+    def run_seconds(self, name: str) -> Sequence[float]:
+        """Step time of each of the held-out runs with this name."""
+        return self._run_seconds.get(name, ())
 
     def add(self, name: str, values: Mapping[str, Any]) -> None:
-        self.by_name[name] = values
         line = json.dumps(_rounded({"name": name, **values}), separators=(",", ":")) + "\n"
         # One system call, so that lines of other processes are not torn apart.
         with self._path.open("ab", buffering=0) as file:
             file.write(line.encode())
+        self.read()
 
     def has_calibration(self, link: str, model: str) -> bool:
         return {f"{link}/comm", f"{link}/{model}/calibration"} <= self.by_name.keys()
