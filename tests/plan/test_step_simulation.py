@@ -82,6 +82,10 @@ def test_buckets_queue_when_the_link_is_slower_than_the_backward_pass() -> None:
 def test_round_trips_of_two_collectives_overlap() -> None:
     transfers = [Transfer(0.0, CollectiveTime(1.0, 0.5))] * 4
     assert simulate_overlap(0.0, transfers, threads=1).end == pytest.approx(6.0)
+    # While one waits, the other transfers: two need the link for two thirds of the time.
+    assert simulate_overlap(0.0, transfers, threads=2).end == pytest.approx(3.0)
+    # With short round trips the link is never idle.
+    transfers = [Transfer(0.0, CollectiveTime(0.5, 1.0))] * 4
     assert simulate_overlap(0.0, transfers, threads=2).end == pytest.approx(4.0)
 
 

@@ -330,6 +330,22 @@ class RoundTimes:
             largest_bytes=self.largest_bytes,
         )
 
+    def transferring_as(self, other: RoundTimes) -> RoundTimes:
+        """These times, with the bandwidth and the burst of others if they are faster."""
+        if other.seconds_per_byte >= self.seconds_per_byte:
+            return self
+        return RoundTimes(
+            self.latency_seconds,
+            other.seconds_per_byte,
+            link_seconds_per_byte=self.link_seconds_per_byte,
+            burst_seconds=other.burst_seconds,
+            call_seconds=self.call_seconds,
+            message_seconds=self.message_seconds,
+            round_trip_seconds=self._round_trip_seconds,
+            round_trips=self._round_trips,
+            largest_bytes=self.largest_bytes,
+        )
+
     def scaled(self, latency: float, transfer: float) -> RoundTimes:
         """The times with these factors on all latencies and on the time of each byte."""
         if latency == transfer == 1.0:

@@ -32,6 +32,12 @@ STAND_INS = (
 )
 """Whose rounds stand in for those that were not measured, the most similar first."""
 
+RINGS = ("library", "ring")
+"""Algorithms whose workers send to one neighbor and receive from the other."""
+ONE_WAY = ("send_recv", "library")
+FEWEST = 2
+"""Hosts of a collective."""
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -124,7 +130,7 @@ class CollectiveTimes:
         """With `random`, times of a bootstrap sample of the measurements."""
         self._measurements, self._calibration = measurements, measurements.calibration
         self._seed = None if random is None else int(random.integers(2**63))
-        self._known: dict[tuple[str, str, Place], RoundTimes] = {}
+        self._known: dict[tuple[str, str, Place, bool], RoundTimes] = {}
 
     @property
     def most_workers(self) -> int:
@@ -132,12 +138,34 @@ class CollectiveTimes:
         counts = [each.workers for each in self._calibration.collectives]
         return max([2, *counts, *(run.workers for run in self._calibration.runs)])
 
-    def rounds(self, operation: str, algorithm: str, place: Place) -> RoundTimes:
-        """Time of one round; MissingMeasurementError if neither this nor a similar one is known."""
-        key = operation, algorithm, place
+    def rounds(
+        self, operation: str, algorithm: str, place: Place, hosts: int = FEWEST
+    ) -> RoundTimes:
+        """Time of one round; MissingMeasurementError if neither this nor a similar one is known.
+
+        In a ring of two hosts, both directions share a connection, and their transfers slow each
+        other. In larger rings they do not: a byte takes as long as in one-way messages.
+        """
+        is_larger = place.is_across_hosts and hosts > FEWEST and algorithm in RINGS
+        key = operation, algorithm, place, is_larger
         if key not in self._known:
-            self._known[key] = self._round_times(operation, algorithm, place)
+            times = self._round_times(operation, algorithm, place)
+            if is_larger and (one_way := self._one_way(operation, algorithm, place)):
+                times = times.transferring_as(one_way)
+            self._known[key] = times
         return self._known[key]
+
+    def _one_way(self, operation: str, algorithm: str, place: Place) -> RoundTimes | None:
+        """Of single messages on the same link; None if the rounds are not those of two workers."""
+        found = self._measurements.select(operation, algorithm, place)
+        message = self._measurements.select(*ONE_WAY, place)
+        if found is None or message is None:
+            return None
+        timing = message.timing
+        is_comparable = found.timing.workers == FEWEST and timing.link == found.timing.link
+        if not is_comparable or (timing.operation, timing.algorithm) != ONE_WAY:
+            return None
+        return self.rounds(*ONE_WAY, place)
 
     def _round_times(self, operation: str, algorithm: str, place: Place) -> RoundTimes:
         selected = self._measurements.select(operation, algorithm, place)

@@ -13,6 +13,10 @@ from paceline.plan.job import Compute
 
 Floats = NDArray[np.float64]
 
+RUN_DEVIATION = 0.07
+"""Relative standard deviation of the step time between runs of the same configuration: what 48
+pairs of runs on emulated clusters show (docs/results.md#accuracy-of-plans)."""
+
 
 class ComputeTimes:
     """Compute time of a worker by the number of its samples."""
@@ -30,25 +34,30 @@ class ComputeTimes:
             if random is not None and len(steps):
                 factor = float(random.choice(steps, len(steps)).mean() / steps.mean())
             factors.append(factor)
-        self._phases = {
-            phase: _ascending(np.array([point.phases[phase] for point in points]) * factors)
-            for phase in COMPUTE_PHASES
-        }
+        measured = np.array([[point.phases[phase] for phase in COMPUTE_PHASES] for point in points])
+        seconds = self._shrunk(measured.T * factors)
+        self._phases = dict(zip(COMPUTE_PHASES, map(_ascending, seconds), strict=True))
 
     def is_measured(self, samples: float) -> bool:
         return bool(self.samples[0] <= samples <= self.samples[-1])
 
-    @property
-    def deviation(self) -> float:
-        """Relative standard deviation of the measured times from a line: one run may be disturbed.
+    def _shrunk(self, phases: Floats) -> Floats:
+        """Measured times of each phase, drawn towards a line by the samples.
 
-        0 for fewer than three batches.
+        One run may be disturbed: what runs of the same configuration differ by anyway is no reason
+        to leave the line.
         """
+        self.deviation = 0.0
+        """Relative standard deviation from the line; 0 for fewer than three batches."""
         if len(self.samples) < 3:
-            return 0.0
-        seconds = np.sum([*self._phases.values()], axis=0)
-        line = np.polyval(np.polyfit(self.samples, seconds, 1, w=1 / seconds), self.samples)
-        return math.sqrt(float(np.sum((seconds / line - 1) ** 2)) / (len(seconds) - 2))
+            return phases
+        total = phases.sum(axis=0)
+        lines = np.array([_line(self.samples, phase, 1 / total) for phase in phases])
+        errors = (total - lines.sum(axis=0)) / total
+        self.deviation = math.sqrt(float(errors @ errors) / (len(errors) - 2))
+        kept = max(0.0, 1 - (RUN_DEVIATION / max(self.deviation, 1e-9)) ** 2)
+        shrunk: Floats = lines + kept * (phases - lines)
+        return shrunk
 
     def at(self, samples: float) -> Compute:
         if len(self.samples) == 1 and samples != self.samples[0]:
@@ -68,6 +77,18 @@ class ComputeTimes:
         known, measured = float(seconds[nearest]), float(self.samples[nearest])
         # No step has less than no fixed cost, whatever two noisy batches suggest.
         return max(known + slope * (samples - measured), known * min(1.0, samples / measured))
+
+
+def _line(samples: Floats, seconds: Floats, weights: Floats) -> Floats:
+    """By least squares; no step takes less than nothing, or less with more samples."""
+    slope, offset = np.polyfit(samples, seconds, 1, w=weights)
+    squares = weights**2
+    if offset < 0:
+        slope, offset = np.dot(squares * samples, seconds) / np.dot(squares * samples, samples), 0.0
+    if slope < 0:
+        slope, offset = 0.0, np.average(seconds, weights=squares)
+    line: Floats = offset + slope * samples
+    return line
 
 
 def _ascending(seconds: Floats) -> Floats:

@@ -1,7 +1,8 @@
 """Event simulation of collectives that overlap the backward pass of the slowest worker.
 
 Collectives start in order, each when its gradients are ready and one of the communicator's threads
-is free. The round trips of two collectives overlap; their transfers share the link. While a
+is free. The rounds of two collectives alternate: while one waits for a round trip, the other uses
+the link, so both progress at full speed unless they need more than the whole link. While a
 collective is in progress, computation is slower, and vice versa. A worker has no more threads for
 the backward pass than cores, so while it encodes a gradient, both progress at half speed.
 """
@@ -41,40 +42,42 @@ class OverlapTimes:
 
 
 class _Active:
-    """A collective in progress."""
+    """A collective in progress: it is encoded, then its rounds wait and use the link in turns."""
 
-    __slots__ = ("busy", "codec", "delay")
+    __slots__ = ("_busy", "_delay", "codec", "rounds")
 
     def __init__(self, time: CollectiveTime) -> None:
-        self.codec, self.delay, self.busy = (
+        self.codec, self._delay, self._busy = (
             time.codec_seconds, time.delay_seconds, time.busy_seconds,
         )  # fmt: skip
+        self.rounds = 1.0
+        """The share that is not done."""
 
     @property
     def is_done(self) -> bool:
-        return self.codec <= EPSILON and self.delay <= EPSILON and self.busy <= EPSILON
+        return self.codec <= EPSILON and self.rounds * (self._delay + self._busy) <= EPSILON
 
     @property
     def is_encoding(self) -> bool:
         return self.codec > EPSILON
 
-    @property
-    def is_transferring(self) -> bool:
-        return not self.is_encoding and self.delay <= EPSILON
+    def alone_seconds(self, slowdown: float) -> float:
+        """Of all rounds, with the link to itself."""
+        return max(self._delay + self._busy * slowdown, EPSILON)
 
-    def seconds_left(self, codec_rate: float, transfer_rate: float) -> float:
-        """Of what it does now."""
-        if self.is_encoding:
-            return self.codec / codec_rate
-        return self.busy / transfer_rate if self.is_transferring else self.delay
+    def load(self, slowdown: float) -> float:
+        """Share of the time in which it uses the link, if it has the link to itself."""
+        return 0.0 if self.is_encoding else self._busy * slowdown / self.alone_seconds(slowdown)
 
-    def progress(self, seconds: float, codec_rate: float, transfer_rate: float) -> None:
+    def seconds_left(self, codec_rate: float, rounds_seconds: float) -> float:
+        """Of what it does now; all of its rounds take `rounds_seconds`."""
+        return self.codec / codec_rate if self.is_encoding else self.rounds * rounds_seconds
+
+    def progress(self, seconds: float, codec_rate: float, rounds_seconds: float) -> None:
         if self.is_encoding:
             self.codec -= seconds * codec_rate
-        elif self.is_transferring:
-            self.busy -= seconds * transfer_rate
         else:
-            self.delay -= seconds
+            self.rounds -= seconds / rounds_seconds
 
 
 def simulate_overlap(
@@ -103,10 +106,10 @@ def simulate_overlap(
         codec_rate = 1.0
         if is_computing and any(each.is_encoding for each in active):
             compute_rate = codec_rate = 0.5
-        sharing = sum(each.is_transferring for each in active)
-        busy_rate = 1 / (contention.communication_slowdown if is_computing else 1.0)
-        rates = codec_rate, busy_rate / max(sharing, 1)
-        steps = [each.seconds_left(*rates) for each in active]
+        slowdown = contention.communication_slowdown if is_computing else 1.0
+        load = max(1.0, math.fsum(each.load(slowdown) for each in active))
+        rates = [(codec_rate, each.alone_seconds(slowdown) * load) for each in active]
+        steps = [each.seconds_left(*rate) for each, rate in zip(active, rates, strict=True)]
         if is_computing:
             target = backward_seconds
             if waiting and len(active) < threads:
@@ -114,12 +117,12 @@ def simulate_overlap(
             steps.append((target - computed) / compute_rate)
         step = max(0.0, min(steps))
         now += step
-        for each in active:
-            each.progress(step, *rates)
+        for each, rate in zip(active, rates, strict=True):
+            each.progress(step, *rate)
         active = [each for each in active if not each.is_done]
         if is_computing:
             computed += step * compute_rate
-            hidden += step if sharing or len(steps) > 1 else 0.0
+            hidden += step if len(steps) > 1 else 0.0
             if computed >= backward_seconds - EPSILON:
                 backward_ended = now
     return OverlapTimes(backward_ended, max(now, backward_ended), hidden)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from statistics import NormalDist
+from statistics import NormalDist, fmean
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -23,7 +23,7 @@ from paceline.plan.cluster_simulation import Racks, racks_factor
 from paceline.plan.codec_cost import CODEC_OPTIONS, CodecCost, codec_cost
 from paceline.plan.collective_cost import NO_TIME, CollectiveTime
 from paceline.plan.collective_times import CollectiveMeasurements, CollectiveTimes, Place
-from paceline.plan.compute_times import ComputeTimes
+from paceline.plan.compute_times import RUN_DEVIATION, ComputeTimes
 from paceline.plan.host_levels import levels_of
 from paceline.plan.job import Job, StepTime
 from paceline.plan.links import Link
@@ -44,10 +44,10 @@ LEAST_CORRECTION = 0.25
 """Beyond this, the run was disturbed or is not what the model describes."""
 LEAST_SPREAD = 0.1
 """Relative standard deviation of the correction of a strategy without runs."""
+MOST_DEVIATION = 0.5
+"""Of a correction; a run with more says nothing about software."""
 FEWEST_RUNS = 4
 """Fewer runs do not show how corrections differ between strategies."""
-RUN_DEVIATION = 0.05
-"""Relative standard deviation of the step time between runs of the same configuration."""
 SIZE_OPTIONS = ("bucket_mib", "first_bucket_mib", "every", "tau", "servers", "place")
 """Options that the model covers: runs that differ in them have the same correction."""
 MOST_WORKERS_FACTOR = 4
@@ -306,9 +306,9 @@ class Predictor:
         times, factors = self._center.collectives, target.factors
         return racks_factor(
             job,
-            lambda operation, algorithm: times.rounds(operation, algorithm, target.place).scaled(
-                factors.latency, factors.transfer
-            ),
+            lambda operation, algorithm: times.rounds(
+                operation, algorithm, target.place, target.host_count
+            ).scaled(factors.latency, factors.transfer),
             target.racks,
         )
 
@@ -341,7 +341,9 @@ class Predictor:
             for level in levels_of(
                 operation, algorithm, target.workers, target.host_count, size_bytes, target.place
             ):
-                rounds = times.rounds(level.operation, level.algorithm, level.place)
+                rounds = times.rounds(
+                    level.operation, level.algorithm, level.place, target.host_count
+                )
                 spent += rounds.scaled(factors.latency, factors.transfer).time(level.rounds)
             return spent.scaled(communication * cores, software_factor)
 
@@ -451,19 +453,8 @@ class Predictor:
         ]
         if not chosen:
             return Correction(1.0, 0.0)
-        logs = [math.log(each.factor) for each in chosen]
-        if not same:
-            deviation = max(float(np.std(logs)), LEAST_SPREAD)
-            return Correction(math.exp(float(np.median(logs))), deviation)
-        own = float(np.mean(logs))
-        deviation = math.sqrt(math.fsum(each.deviation**2 for each in chosen)) / len(chosen)
-        if len(runs) < FEWEST_RUNS:
-            return Correction(math.exp(own), deviation)
-        everything = np.log([self._run_correction(run).factor for run in runs])
-        median = float(np.median(everything))
-        spread = max(1.48 * float(np.median(np.abs(everything - median))), LEAST_SPREAD / 2)
-        weight = spread**2 / (spread**2 + deviation**2)
-        return Correction(math.exp(median + weight * (own - median)), deviation * math.sqrt(weight))
+        everything = [self._run_correction(run) for run in runs]
+        return shrunk_correction(chosen if same else [], everything)
 
     def _run_correction(self, run: MeasuredRun) -> Correction:
         key = self.calibration.runs.index(run)
@@ -488,9 +479,9 @@ class Predictor:
         factor = math.sqrt(low * high)
         found, more = (self._exchange_seconds(run, each) for each in (factor, 1.1 * factor))
         # What varies of the exchange is attributed to software.
-        software = max((more - found) / 0.1, 0.1 * measured, 1e-9)
+        software = max((more - found) / 0.1, 1e-9)
         deviation = math.hypot(run.deviation, RUN_DEVIATION) * measured / software
-        return Correction(factor, min(deviation, 0.5))
+        return Correction(factor, deviation)
 
     def _memory_bytes(self, target: Target) -> float | None:
         activations = self.calibration.activation_bytes_per_sample
@@ -529,6 +520,26 @@ def _measured_exchange(run: MeasuredRun) -> float:
     # Workers of a parameter server wait for each other at the server.
     wait = run.phases.get("wait", 0.0) if run.strategy == "parameter_server" else 0.0
     return run.phases["exchange"] + wait
+
+
+def shrunk_correction(own: Sequence[Correction], everything: Sequence[Correction]) -> Correction:
+    """The mean of `own`, drawn towards the median of all runs.
+
+    The less sure it is, compared with the spread of those that say something about software, the
+    more. Without `own`, the median with that spread as its uncertainty.
+    """
+    telling = [each for each in everything if each.deviation < MOST_DEVIATION] or everything
+    logs = np.log([each.factor for each in telling])
+    median = float(np.median(logs))
+    if not own:
+        return Correction(math.exp(median), max(float(np.std(logs)), LEAST_SPREAD))
+    mean = fmean(math.log(each.factor) for each in own)
+    deviation = math.sqrt(math.fsum(each.deviation**2 for each in own)) / len(own)
+    if len(telling) < FEWEST_RUNS:
+        return Correction(math.exp(mean), min(deviation, MOST_DEVIATION))
+    spread = max(1.48 * float(np.median(np.abs(logs - median))), LEAST_SPREAD / 2)
+    weight = spread**2 / (spread**2 + deviation**2)
+    return Correction(math.exp(median + weight * (mean - median)), deviation * math.sqrt(weight))
 
 
 def _spread(ratios: Sequence[float], least: float) -> float:
