@@ -1,6 +1,6 @@
 """How well plans made on two nodes predict runs on 3, 4 and 8 nodes; `measure` needs root.
 
-    python benchmarks/plan_accuracy.py [predict [FILE]] [--only PATTERN] [--cases]
+    python benchmarks/plan_accuracy.py [predict [FILE]] [--only PATTERN] [--session N] [--cases]
     python benchmarks/plan_accuracy.py measure FILE [--cpus X] [--only PATTERN] [--repeats N]
                                            [--limit SECONDS]
 
@@ -9,7 +9,8 @@ prints the error relative to the measured step time, the rank correlation of the
 link, model and number of nodes, and how many measurements are within the 80% intervals. It shows
 the same for the form of AdaptDL's model (Qiao et al., OSDI 2021), fitted to the same runs, and how
 far the strategy that is predicted to be the fastest is from the fastest measured one. How much
-repeated runs differ shows which errors no model can avoid.
+repeated runs differ shows which errors no model can avoid. With --session, only held-out runs of
+that `measure` command count: those of the calibrations have session 1.
 
 `measure` runs emulated clusters (common/plan_measurements.py). Links have 100 Mbit/s, 1 Gbit/s, and
 1 Gbit/s with a round trip of 1 ms, which emulation/forwarder.c adds if the kernel has no netem
@@ -82,6 +83,7 @@ def batches(out: Measurements, only: str, repeats: int) -> Iterator[Batch]:
 
 def measure(out: Measurements, options: argparse.Namespace) -> None:
     end = monotonic() + options.limit
+    options.session = out.sessions + 1
     wanted = (
         (batch, batch.workers * options.cpus)
         for batch in batches(out, options.only, options.repeats)
@@ -95,7 +97,7 @@ def measure(out: Measurements, options: argparse.Namespace) -> None:
 def run_batch(options: argparse.Namespace, end: float, batch: Batch) -> None:
     out = Measurements(options.file)
     with ShortRuns() as runs:
-        measurer = Measurer(out, runs, options.cpus, options.busy)
+        measurer = Measurer(out, runs, options.cpus, options.busy, options.session)
         for name in batch.names:
             began = monotonic()
             if began > end:
@@ -293,16 +295,17 @@ def main() -> None:
     parser.add_argument("--only", default="*", metavar="PATTERN", help="such as '1gbit/lenet/*'")
     parser.add_argument("--cpus", type=float, default=2.0, metavar="X", help="(default: 2)")
     parser.add_argument("--repeats", type=int, default=1, metavar="N", help="(default: 1)")
+    parser.add_argument("--session", type=int, metavar="N", help="held-out runs of this one only")
     parser.add_argument("--limit", type=float, default=math.inf, metavar="SECONDS")
     parser.add_argument("--busy", type=float, default=0.2, metavar="X", help="(default: 0.2)")
     parser.add_argument("--cases", action="store_true", help="also print each prediction")
     options = parser.parse_args()
-    measurements = Measurements(options.file)
     if options.command == "measure":
         if options.file == RECORDED:
             parser.error("name the FILE to measure into")
-        measure(measurements, options)
+        measure(Measurements(options.file), options)
         return
+    measurements = Measurements(options.file, options.session)
     cases = predict(measurements, options.only)
     if not cases:
         parser.error(f"{options.file} has no held-out run with a calibration for {options.only}")

@@ -8,6 +8,9 @@ Each measurement has a name, and is one JSON line of a file, which may have a na
 - LINK/MODEL/calibration: runs of one worker with several batches, a run of each strategy with two
   workers, and the calibration (plan/calibration.py) that follows from them, without collectives.
 - LINK/MODEL/WORKERS/STRATEGY: a held-out run. Of several, the median of their step times counts.
+
+The `session` (default: 1) of a line counts the commands that measured: later ones may have run on
+another machine of the same kind, or in another load.
 """
 
 from __future__ import annotations
@@ -64,19 +67,24 @@ COMM_SIZES = "256,4k,16k,64k,256k,1m,2m"
 class Measurements:
     """The lines of a file by name; several processes may add lines at the same time."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, session: int | None = None) -> None:
+        """With `session`, held-out runs of this one only."""
+        self._path, self._session = path, session
         self.by_name: dict[str, Any] = {}
         """The last line of each name."""
         self._run_seconds: dict[str, list[float]] = {}
+        self.sessions = 0
         self._predictors: dict[str, Predictor] = {}
         self.read()
 
     def read(self) -> None:
         lines = self._path.read_text().splitlines() if self._path.exists() else []
-        self.by_name, self._run_seconds = {}, {}
+        self.by_name, self._run_seconds, self.sessions = {}, {}, 0
         for one in map(json.loads, lines):
-            name = one.pop("name")
+            name, session = one.pop("name"), one.get("session", 1)
+            self.sessions = max(self.sessions, session)
+            if "run" in one and self._session not in (None, session):
+                continue
             self.by_name[name] = one
             if "run" in one:
                 self._run_seconds.setdefault(name, []).append(one["run"]["step_seconds"])
@@ -178,10 +186,12 @@ def held_out_names(workers: int) -> Iterator[str]:
 class Measurer:
     """Makes the measurement of a name, and adds it to the file."""
 
-    def __init__(self, out: Measurements, runs: ShortRuns, cpus: float, most_busy: float) -> None:
+    def __init__(
+        self, out: Measurements, runs: ShortRuns, cpus: float, most_busy: float, session: int = 1
+    ) -> None:
         """Runs during which other processes used more than `most_busy` of the CPU are repeated,
         unless nodes have cores of their own."""
-        self._out, self._runs, self._cpus = out, runs, cpus
+        self._out, self._runs, self._cpus, self._session = out, runs, cpus, session
         self._attempts = 1 if cpus >= 1 else ATTEMPTS
         self._most_busy = most_busy
         self._numbers = count()
@@ -231,7 +241,8 @@ class Measurer:
         settings = {"strategy": strategy}
         run = open_run(self._train(folder, link, model, workers, settings, BATCH_SIZE, steps))
         values = {**dataclasses.asdict(measured_run(run)), "name": ""}
-        return {"run": values, "steps": steps - 1, "busy": other_processes_share(run)}
+        busy = other_processes_share(run)
+        return {"session": self._session, "run": values, "steps": steps - 1, "busy": busy}
 
     def _expected_steps(self, link: str, model: str, workers: int, strategy: str) -> int:
         self._out.read()

@@ -25,6 +25,7 @@ class ComputeTimes:
         """With `random`, times of a bootstrap sample of the measured steps."""
         if not calibration.compute:
             raise MissingMeasurementError("compute time", "a run with one worker")
+        self._known: dict[float, Compute] = {}
         points = sorted(calibration.compute, key=lambda point: point.samples)
         self.samples = np.array([float(point.samples) for point in points])
         factors = []
@@ -65,7 +66,10 @@ class ComputeTimes:
                 f"compute time with other batches than {self.samples[0]:g} samples per worker",
                 "a run with another --batch-size",
             )
-        return Compute(*(self._phase(self._phases[phase], samples) for phase in COMPUTE_PHASES))
+        if samples not in self._known:
+            phases = (self._phase(self._phases[phase], samples) for phase in COMPUTE_PHASES)
+            self._known[samples] = Compute(*phases)
+        return self._known[samples]
 
     def _phase(self, seconds: Floats, samples: float) -> float:
         """Linear between two measured batches, and beyond them by least squares."""
