@@ -40,6 +40,24 @@ if dist.get_rank() == 0:
 dist.destroy_process_group()
 """
 
+CHANGING_SCRIPT = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+for features, steps in ((8, 150), (64, 90)):
+    model = DistributedDataParallel(nn.Linear(features, 1, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(16, features)).square().mean().backward()
+        optimizer.step()
+dist.destroy_process_group()
+"""
+
 STEPS = 150
 PARAMETER_BYTES = 4 * (64 * 256 + 256 + 2 * 256 + 256 * 10 + 10)
 
@@ -55,9 +73,9 @@ def result(
         yield profile(folder)
 
 
-def profile(folder: Path) -> dict[str, Any]:
+def profile(folder: Path, text: str = SCRIPT) -> dict[str, Any]:
     script = folder / "train.py"
-    script.write_text(SCRIPT)
+    script.write_text(text)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     options = ["profile", "--quiet", "--out", str(folder), "--name", "run"]
     assert main([*options, "--", *launcher, "--standalone", str(script)]) == 0
@@ -129,3 +147,12 @@ def test_the_result_says_in_which_steps_collectives_were_recorded(
     text = "communication was recorded in 108 of 150 steps, because recording costs more than 0.25%"
     assert sampled_text(result["workers"]).startswith(text if is_sampled else "")
     assert bool(sampled_text(result["workers"])) == is_sampled
+
+
+def test_bytes_are_exact_if_the_script_goes_on_with_another_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FACTOR_VARIABLE, "8")
+    for worker in profile(tmp_path, CHANGING_SCRIPT)["workers"]:
+        assert worker["collectives_recorded"]["steps"] < worker["collectives_recorded"]["of"] == 240
+        assert worker["traffic"]["gradients"]["bytes_sent"] == 150 * 8 * 4 + 90 * 64 * 4
