@@ -130,6 +130,19 @@ def test_counts_and_bytes_are_those_of_all_steps(tmp_path: Path) -> None:
     assert skipped_steps(log, 50) == 36
 
 
+def test_without_the_count_of_a_group_steps_are_counted(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, 0)
+    rank.step(8)
+    rank.pause(4)
+    rank.step(12)
+    # The group was destroyed.
+    rank.log.describe("resume", updates=rank.steps, moment=rank.now, calls={})
+    rank.is_paused = False
+    rank.step(2)
+    (log,) = read(tmp_path, rank).values()
+    assert count_calls(log)["all_reduce"] == (22, 22 * 64)
+
+
 def test_calls_of_the_script_stand_for_themselves(tmp_path: Path) -> None:
     rank = Rank(tmp_path, 0)
     for _ in range(3):

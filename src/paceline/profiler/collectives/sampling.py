@@ -63,10 +63,10 @@ def sampling_of(log: RankCollectives, last: float | None = None) -> Sampling:
     edges = np.array([edge for one in log.pauses for edge in (one.window_began, one.began)])
     # In the window before each pause.
     known = np.diff(np.searchsorted(moments, edges))[::2]
-    paused = np.array([_known_calls(pause) or 0 for pause in log.pauses], dtype=np.float64)
-    final = log.pauses[-1]
-    if not (moments > (final.ended or math.inf)).any():
-        paused[-1] = _calls_of_last(final, int(known[-1]), last)
+    paused = np.zeros(len(known))
+    for index, pause in enumerate(log.pauses):
+        is_last = bool(moments[-1] <= (pause.ended or math.inf))
+        paused[index] = _calls_in(pause, int(known[index]), last, is_last=is_last)
     # No record stands for those of a pause after a window without records, so all do.
     unplaced = paused[known == 0].sum() / len(moments)
     weights = np.full(len(edges) + 1, 1 + unplaced)
@@ -95,14 +95,17 @@ def recorded(records: Records) -> Records:
 
 
 def _known_calls(pause: Pause) -> int | None:
-    """How many collectives were called in a pause; None if unknown."""
+    """How many collectives the process groups counted in a pause; None if one did not."""
     if not pause.known_calls or pause.known_calls.keys() < pause.calls.keys():
         return None
     return sum(known - pause.calls.get(index, 0) for index, known in pause.known_calls.items())
 
 
-def _calls_of_last(pause: Pause, window_calls: int, last: float | None) -> int:
-    """In a pause that lasted until the end, without those after the last step."""
+def _calls_in(pause: Pause, window_calls: int, last: float | None, *, is_last: bool) -> int:
+    """How many collectives were called in a pause, which follows `window_calls` of its window.
+
+    `is_last`: it lasted until the end, and those after the last step do not count.
+    """
     known = _known_calls(pause)
     if pause.updates_after is None:
         if last is None:
@@ -112,4 +115,7 @@ def _calls_of_last(pause: Pause, window_calls: int, last: float | None) -> int:
         return round(rate * max(0.0, last - pause.began))
     rate = window_calls / max(1, pause.updates - pause.window_updates)
     expected = round(rate * (pause.updates_after - pause.updates))
-    return expected if known is None else min(known, expected)
+    if known is None:
+        # A group was destroyed meanwhile.
+        return expected
+    return min(known, expected) if is_last else known
