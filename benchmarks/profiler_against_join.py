@@ -1,6 +1,7 @@
 """Phases of `paceline profile` against those of `paceline.join`, on the same training.
 
     python benchmarks/profiler_against_join.py [--repeats 15] [--models lenet,gpt-nano,resnet18]
+                                               [--hook]
 
 A loop with DistributedDataParallel that knows nothing of paceline is profiled, and the same
 training is run with `paceline.join(strategy="ddp")`, by turns and in the same processes: two
@@ -8,6 +9,9 @@ workers over gloo, one thread each, batches from the same DataLoader. Both excha
 samples during the forward pass, by which losses are weighted. A difference is that of a phase's
 share of the step time, in percentage points: the median over pairs of runs. Runs are short, so
 that both of a pair see the same machine. Loss and gradient traffic must be equal.
+
+The strategy `ddp` of join replaces DDP's all-reduce by a hook in Python, which takes time while the
+program waits: part of a difference in `exchange` is that. With --hook, the script has one, too.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -62,11 +67,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--models", default=",".join(CASES), help="names, separated by commas")
+    parser.add_argument("--hook", action="store_true", help="DDP with a communication hook")
     parser.add_argument("--json", type=Path, help="file for all values")
     parser.add_argument("--out", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.out:
-        train_by_turns(options.models, options.repeats, options.out)
+        train_by_turns(options.models, options.repeats, options.out, has_hook=options.hook)
         return
     machine, versions = hardware(), software()
     print(f"{machine['cpu']}, {machine['cores']} cores; torch {versions['torch']}")
@@ -74,16 +80,17 @@ def main() -> None:
     print(f"{'':16} {'':8}" + "".join(f"{name:>16}" for name in PHASES) + f"{'step':>12}")
     values: dict[str, Any] = {}
     for name in options.models.split(","):
-        values[name] = compare(name, options.repeats)
+        values[name] = compare(name, options.repeats, has_hook=options.hook)
     if options.json:
         options.json.write_text(json.dumps(values, indent=1))
 
 
-def compare(name: str, repeats: int) -> dict[str, Any]:
+def compare(name: str, repeats: int, *, has_hook: bool) -> dict[str, Any]:
     shares: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
     with tempfile.TemporaryDirectory() as folder:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         script = [__file__, "--models", name, "--repeats", str(repeats), "--out", folder]
+        script += ["--hook"] if has_hook else []
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, *launcher, *script]
         subprocess.run(command, check=True, env=environment, stderr=subprocess.DEVNULL)
@@ -148,7 +155,7 @@ def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
 
-def train_by_turns(model: str, repeats: int, out: str) -> None:
+def train_by_turns(model: str, repeats: int, out: str, *, has_hook: bool) -> None:
     rank = int(os.environ["RANK"])
     loader = loader_of(CASES[model], rank)
     for repeat in range(repeats):
@@ -160,7 +167,7 @@ def train_by_turns(model: str, repeats: int, out: str) -> None:
             with paceline.profile(out=out, name=name):
                 store = f"file://{out}/store-{repeat}"
                 dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
-                train_as_script(model_of(model), loader)
+                train_as_script(model_of(model), loader, has_hook=has_hook)
                 dist.destroy_process_group()
 
 
@@ -168,9 +175,11 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
-def train_as_script(model: nn.Module, loader: Loader) -> None:
+def train_as_script(model: nn.Module, loader: Loader, *, has_hook: bool) -> None:
     """As users write it."""
     replica, optimizer = DistributedDataParallel(model), optimizer_of(model)
+    if has_hook:
+        replica.register_comm_hook(None, allreduce_hook)
     for inputs, targets in loader:
         samples = torch.tensor([len(inputs)], dtype=torch.float64)
         counting = dist.all_reduce(samples, async_op=True)
