@@ -232,6 +232,9 @@ def test_predictions_outside_of_the_measurements_say_so(target: Target, reason: 
 def test_what_was_not_measured_is_named() -> None:
     with pytest.raises(MissingMeasurementError, match="add `paceline comm"):
         Predictor(calibration(collectives=[])).predict(Target("ring", 4, 64))
+    on_one_host = calibration(collectives=[timing("all_reduce", "ring", 1e-3, 1e8, link=None)])
+    with pytest.raises(MissingMeasurementError, match=r"two workers on two hosts, .* --link"):
+        Predictor(on_one_host).predict(Target("ring", 4, 64, hosts=2))
     one_point = replace(calibration(), compute=(point(16, 0.026),))
     with pytest.raises(MissingMeasurementError, match="other batches than 16 samples"):
         Predictor(one_point).predict(Target("ring", 4, 128, link=LINK))

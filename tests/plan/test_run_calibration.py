@@ -266,6 +266,7 @@ def test_strategies_that_cannot_be_planned_are_skipped_with_a_note(
         (["{root}", "-o", "algorithm=foo"], "-o algorithm: no plan for 'foo': choose from root,"),
         (["{root}", "--batch-size", "-3"], "--batch-size: must be a number from 1 to"),
         (["{root}", "--slowdown", "0.5"], "--slowdown: must be a number from 1 to 1000"),
+        (["{root}", "--racks", "wide"], "--racks: must be the hosts of a rack and a ratio such as"),
         (["{root}", "--racks", "0:4"], "--racks: must be a number from 1 to 10000"),
         (["{root}", "--racks", "4:0.5"], "--racks: must be a number from 1 to 1000"),
         (["{root}", "--mtbf-hours", "nan"], "--mtbf-hours: must be a number from 0.001"),

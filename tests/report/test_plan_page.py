@@ -73,3 +73,19 @@ def test_the_terminal_shows_what_limits_and_contended_runs(
     assert "bandwidth x 2" in printed
     assert "Other processes used up to 40.0% of the CPU during the runs" in printed
     assert max(map(len, printed.splitlines())) <= 80
+
+
+def test_ready_times_are_missing_only_where_buckets_start_before_the_last_gradient(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def printed(total_bytes: int, *options: str) -> str:
+        source = tmp_path / "calibration.json"
+        known = calibration(sizes_bytes=(total_bytes - 4_000, 4_000))
+        replace(known, has_ready_times=False).write(source)
+        assert main(["plan", str(source), "--workers", "2", "--strategy", "overlap", *options]) == 0
+        return capsys.readouterr().out
+
+    note = "When gradients are ready was not measured"
+    assert note not in printed(100_000)
+    assert note in printed(100_000, "-o", "bucket_mib=0.05")
+    assert note in printed(2**20)

@@ -305,6 +305,10 @@ def _racks(text: str) -> Racks:
     from paceline.plan.cluster_simulation import Racks
 
     size, _, ratio = text.partition(":")
+    if not size.strip().lstrip("-").isdecimal():
+        raise UsageError(
+            f"--racks: must be the hosts of a rack and a ratio such as 40:4, got {shown(text)}"
+        )
     return Racks(_whole("--racks", size, MOST_WORKERS), _number("--racks", ratio or "1", 1, 1000))
 
 

@@ -178,9 +178,14 @@ class CollectiveTimes:
             return times.on_link(timing.link, link, selected.software_seconds_per_byte)
         if place.is_across_hosts and place.link is not None:
             return nominal_round_times(place.link)
-        where = f"{'on two hosts' if place.is_across_hosts else 'on one host'} ({place.backend})"
+        if place.is_across_hosts:
+            raise MissingMeasurementError(
+                f"the time of collectives on two hosts ({place.backend})",
+                "`paceline comm --json FILE` of two workers on two hosts, with at least two sizes,"
+                " or give --link",
+            )
         raise MissingMeasurementError(
-            f"the time of collectives {where}",
+            f"the time of collectives on one host ({place.backend})",
             "`paceline comm --json FILE` of two workers, with at least two sizes",
         )
 

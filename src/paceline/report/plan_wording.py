@@ -16,6 +16,7 @@ from paceline.plan.sensitivity import Effect
 from paceline.plan.step_simulation import BUCKET_STRATEGIES
 from paceline.plan.validation import Check, median_error
 from paceline.records import noise_scale_text
+from paceline.strategies.bucket_layout import FIRST_MIB, MIB
 
 
 def step_text(interval: Interval, mark: str = "") -> str:
@@ -192,9 +193,17 @@ def condition_notes(plan: Plan) -> Iterator[str]:
             " them. A run of the script with paceline.join has them."
         )
     if not plan.calibration.has_ready_times and any(
-        each.target.strategy in BUCKET_STRATEGIES for each in plan.predictions
+        each.target.strategy in BUCKET_STRATEGIES and not _is_one_bucket(plan, each.target)
+        for each in plan.predictions
     ):
         yield (
             "When gradients are ready was not measured: assumed to be at equal distances. A run of"
             " overlap with two workers and -o bucket_mib=measured measures it."
         )
+
+
+def _is_one_bucket(plan: Plan, target: Target) -> bool:
+    """Whether no bucket starts before the last gradient is ready, so that no other time counts."""
+    total_bytes = sum(each.size_bytes for each in plan.calibration.gradients)
+    has_own_sizes = bool({"bucket_mib", "first_bucket_mib"} & target.options.keys())
+    return total_bytes < FIRST_MIB * MIB and not has_own_sizes
