@@ -403,7 +403,7 @@ def explain_write_error(path: Path, error: OSError) -> str:
 
 
 class EventWriter:
-    """Appends events to the file of a rank, flushed after each."""
+    """Appends events to the file of a rank, flushed after each call."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -415,9 +415,17 @@ class EventWriter:
         self._file: TextIO = io.TextIOWrapper(file, encoding="utf-8")
 
     def write(self, event: str, **values: Any) -> None:
-        line = json.dumps({"event": event, "time": time.time(), **values}, allow_nan=False)
+        self.write_all([(event, values)])
+
+    def write_all(self, events: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
+        """Append several events at once, each with its name."""
+        now = time.time()
+        lines = [
+            json.dumps({"event": event, "time": now, **values}, allow_nan=False) + "\n"
+            for event, values in events
+        ]
         try:
-            self._file.write(line + "\n")
+            self._file.writelines(lines)
             self._file.flush()
         except OSError as error:
             raise RunError(explain_write_error(Path(self._file.name), error)) from None

@@ -138,11 +138,8 @@ class RankLog:
         values: dict[str, Any] = {}
         if not self._first:
             values["after_first"] = self._after_first
-        for source in self.sources:
-            for event, of_event in source():
-                self._events.write(event, **of_event)
-        self._events.write(
-            "iterations",
+        events = [event for source in self.sources for event in source()]
+        iterations = dict(
             first=self._first,
             seconds=[round(value, 7) for value in seconds],
             loss=[_finite_or_none(value) for value in losses],
@@ -155,6 +152,7 @@ class RankLog:
             **values,
             **({"interruptions": taken} if (taken := tracker.take_interruptions()) else {}),
         )
+        self._events.write_all([*events, ("iterations", iterations)])
         self._first += len(losses)
         self._written = perf_counter()
         return self._events
