@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 from typing import Any
 from weakref import ref
 
@@ -127,6 +130,59 @@ def test_a_block_is_written_when_all_steps_that_were_noted_are_interpreted(
     assert [event["steps"] for event in events if event["event"] == "facts"] == [6]
     (block,) = (event for event in events if event["event"] == "iterations")
     assert len(block["seconds"]) == 6
+
+
+def in_another_thread(function: Callable[[], object]) -> None:
+    thread = Thread(target=function)
+    thread.start()
+    thread.join()
+
+
+def test_only_the_training_thread_interprets_events(tmp_path: Path) -> None:
+    """Another one may save a checkpoint, or train another model, meanwhile."""
+    net, other = model(), model()
+    optimizer, other_optimizer = SGD(net.parameters(), lr=0.1), SGD(other.parameters(), lr=0.1)
+    with profiled(tmp_path) as measured:
+        events, batch = measured.session.tracker.events, batch_of(4)
+        train_step(net, optimizer, *batch)
+        interpreted = events.noted
+        train_step(net, optimizer, *batch)
+        events.noted, events.due, events.due_update = interpreted, -math.inf, 0
+        in_another_thread(lambda: torch.save(net.state_dict(), io.BytesIO()))
+        in_another_thread(lambda: train_step(other, other_optimizer, *batch))
+        assert events.noted == interpreted
+        train_step(net, optimizer, *batch)
+    assert len(measured.record.step_seconds) == 3
+
+
+def test_steps_that_another_thread_takes_meanwhile_are_not_counted(tmp_path: Path) -> None:
+    net, other = model(), model()
+    optimizer, other_optimizer = SGD(net.parameters(), lr=0.1), SGD(other.parameters(), lr=0.1)
+
+    def train_other(*args: object) -> None:
+        for _ in range(2):
+            in_another_thread(lambda: train_step(other, other_optimizer, *batch_of(4)))
+
+    with profiled(tmp_path) as measured:
+        train_step(net, optimizer, *batch_of(4))
+        # While the optimizer steps.
+        optimizer.register_step_pre_hook(train_other)
+        for _ in range(2):
+            train_step(net, optimizer, *batch_of(4))
+    assert len(measured.record.step_seconds) == 3
+
+
+def test_the_thread_that_closes_the_session_interprets_what_is_left(tmp_path: Path) -> None:
+    net = model()
+    optimizer = SGD(net.parameters(), lr=0.1)
+
+    def train() -> None:
+        for _ in range(4):
+            train_step(net, optimizer, *batch_of(4))
+
+    with profiled(tmp_path) as measured:
+        in_another_thread(train)
+    assert len(measured.record.step_seconds) == 4
 
 
 def test_no_event_waits_after_the_session(tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ class Session:
             self._facts = self.guard(ProcessFacts)(self.folder)
 
     def _stop(self, error: BaseException | None = None) -> None:
-        self.tracker.events.flush()
+        self.tracker.events.flush_all()
         if self._is_open:
             self._calls.finish()
             if self._trace is not None:

@@ -33,6 +33,7 @@ class EventQueue:
     """Interprets each event at once until `defer`, and none after `stop`."""
 
     __slots__ = (
+        "_is_flushing",
         "_last",
         "_now",
         "_waiting",
@@ -40,6 +41,7 @@ class EventQueue:
         "due",
         "due_update",
         "flush",
+        "flush_all",
         "flush_due",
         "is_deferred",
         "is_in_model",
@@ -55,7 +57,9 @@ class EventQueue:
 
     def __init__(self, guard: Guard) -> None:
         self.flush = guard(self._flush)
-        """Interprets the events that wait."""
+        """Interprets the events that wait, if this is the thread that trains."""
+        self.flush_all = guard(self._flush_all)
+        """The same at the end, in any thread."""
         self.append: Callable[[Event], None] = guard(self._interpret_now)
         self.thread = get_ident()
         """The one that trains: hooks note only what it does. 0 after `stop`."""
@@ -84,6 +88,7 @@ class EventQueue:
         self.is_ready: Callable[[], bool] = lambda: True
         """Called then: whether they are interpreted now, not at one of the next events."""
         self._waiting: list[Event] = []
+        self._is_flushing = False
         self._last = 0, perf_counter()
         """How many steps there were when events were interpreted last, and when that was."""
         self._now = 0.0
@@ -103,14 +108,25 @@ class EventQueue:
         return self._now or perf_counter()
 
     def _flush(self) -> None:
-        if self._waiting:
+        # Another thread, such as one that saves a checkpoint, must not interpret what this notes.
+        if get_ident() == self.thread:
+            self._flush_all()
+
+    def _flush_all(self) -> None:
+        # Whatever reads the clock meanwhile needs what is interpreted, not what follows.
+        if not self._waiting or self._is_flushing:
+            return
+        self._is_flushing = True
+        try:
             waiting = self._waiting.copy()
-            self._waiting.clear()
+            del self._waiting[: len(waiting)]
             began = thread_time()
             self._interpret(waiting)
             self.on_flush()
             self.seconds += thread_time() - began
             self._schedule()
+        finally:
+            self._is_flushing = False
 
     def _schedule(self) -> None:
         """Choose the step after which events are interpreted.

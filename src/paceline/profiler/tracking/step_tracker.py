@@ -330,6 +330,8 @@ class StepTracker:
         self.exposed_seconds[phase] = self.exposed_seconds.get(phase, 0.0) + seconds
 
     def begin_update(self, optimizer: ref[Optimizer], thread: int) -> None:
+        if self.steps and thread != self.events.thread:
+            return
         if optimizer in self._stepping:
             # Its last step raised an exception.
             self._stepping.clear()
@@ -341,7 +343,7 @@ class StepTracker:
                 self.events.thread = thread
                 self._outer.clear()
             self._use_device_of(optimizer())
-        if thread != self.events.thread or self._is_capturing():
+        if self._is_capturing():
             self._stepping.clear()
             return
         phase = self._clock.phase
