@@ -330,16 +330,19 @@ class RoundTimes:
             largest_bytes=self.largest_bytes,
         )
 
-    def transferring_as(self, other: RoundTimes) -> RoundTimes:
-        """These times, with the bandwidth and the burst of others if they are faster."""
-        if other.seconds_per_byte >= self.seconds_per_byte:
-            return self
+    def in_larger_ring(self, one_way: RoundTimes, has_call: bool) -> RoundTimes:
+        """These times without what two workers lose because they share a connection.
+
+        The bandwidth and the burst are those of one-way messages, if these are faster.
+        """
+        is_faster = one_way.seconds_per_byte < self.seconds_per_byte
+        fastest = one_way if is_faster else self
         return RoundTimes(
             self.latency_seconds,
-            other.seconds_per_byte,
+            fastest.seconds_per_byte,
             link_seconds_per_byte=self.link_seconds_per_byte,
-            burst_seconds=other.burst_seconds,
-            call_seconds=self.call_seconds,
+            burst_seconds=fastest.burst_seconds,
+            call_seconds=self.call_seconds if has_call else 0.0,
             message_seconds=self.message_seconds,
             round_trip_seconds=self._round_trip_seconds,
             round_trips=self._round_trips,

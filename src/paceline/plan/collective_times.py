@@ -143,15 +143,16 @@ class CollectiveTimes:
     ) -> RoundTimes:
         """Time of one round; MissingMeasurementError if neither this nor a similar one is known.
 
-        In a ring of two hosts, both directions share a connection, and their transfers slow each
-        other. In larger rings they do not: a byte takes as long as in one-way messages.
+        In a ring of two hosts, both directions share a connection, and slow each other. In larger
+        rings they do not: a byte takes as long as in one-way messages, and an all-reduce as long as
+        its rounds. Reduce-scatters and all-gathers keep the cost of their calls.
         """
         is_larger = place.is_across_hosts and hosts > FEWEST and algorithm in RINGS
         key = operation, algorithm, place, is_larger
         if key not in self._known:
             times = self._round_times(operation, algorithm, place)
             if is_larger and (one_way := self._one_way(operation, algorithm, place)):
-                times = times.transferring_as(one_way)
+                times = times.in_larger_ring(one_way, has_call=operation != "all_reduce")
             self._known[key] = times
         return self._known[key]
 
