@@ -104,7 +104,7 @@ def test_intervals_widen_with_the_measured_variation() -> None:
         assert found.step_seconds.low <= found.step_seconds.median <= found.step_seconds.high
         return found.step_seconds.high - found.step_seconds.low
 
-    assert width((0.7, 0.8, 1.0, 1.3, 1.5)) > 1.5 * width((1.0,) * 5)
+    assert width((0.7, 0.8, 1.0, 1.3, 1.5)) > 1.2 * width((1.0,) * 5)
 
 
 def test_predictions_are_reproducible() -> None:
@@ -152,7 +152,7 @@ def test_strategies_without_runs_are_corrected_like_others_but_less_surely() -> 
     plain = Predictor(calibration(link=FAST)).predict(target).step_seconds
     corrected = Predictor(replace(calibration(link=FAST), runs=(run,))).predict(target).step_seconds
     assert corrected.median - 0.026 == pytest.approx(1.5 * (plain.median - 0.026), rel=0.05)
-    assert corrected.high - corrected.low > 1.3 * 1.5 * (plain.high - plain.low)
+    assert corrected.high - corrected.low > 1.1 * 1.5 * (plain.high - plain.low)
 
 
 @pytest.mark.usefixtures("_exact")

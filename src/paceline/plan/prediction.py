@@ -225,9 +225,13 @@ class Predictor:
     @cached_property
     def _samples(self) -> list[_Sample]:
         random = np.random.default_rng(self._seed)
-        # Evenly spaced quantiles, so that the median has no error of its own.
-        spaced = [NormalDist().inv_cdf((rank + 0.5) / self._count) for rank in range(self._count)]
-        errors = np.transpose([random.permutation(spaced) for _ in range(ERRORS)])
+        # Evenly spaced quantiles and their opposites, so that the median has no error of its own.
+        half = self._count // 2
+        spaced = [NormalDist().inv_cdf((rank + 0.5) / self._count) for rank in range(half)]
+        signs = random.choice((-1.0, 1.0), (half, ERRORS))
+        errors = signs * np.transpose([random.permutation(spaced) for _ in range(ERRORS)])
+        odd = np.zeros((self._count % 2, ERRORS))
+        errors = np.concatenate([errors, odd, -errors])
         return [
             _Sample(self.calibration, self._measurements, random, each) for each in errors.tolist()
         ]
