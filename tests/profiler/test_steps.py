@@ -152,6 +152,39 @@ def test_clearing_the_gradients_is_part_of_the_update(tmp_path: Path) -> None:
     assert len(measured.record.step_seconds) == 2
 
 
+def test_clearing_the_gradients_is_one_event_with_two_times(tmp_path: Path) -> None:
+    net = model()
+    optimizer = sgd(net)
+    with profiled(tmp_path) as measured:
+        events = measured.session.tracker.events
+        for batch in loader(3):
+            train_step(net, optimizer, *batch)
+        events.flush()
+        noted = events.noted
+        began = perf_counter()
+        optimizer.zero_grad()
+        ended = perf_counter()
+        events.flush()
+        assert events.noted == noted + 1
+        cleared = measured.log.phases[-1]
+    assert cleared.name == "update"
+    assert began < cleared.began < cleared.ended < ended
+
+
+def test_what_precedes_clearing_after_the_backward_pass_is_update(tmp_path: Path) -> None:
+    """As between the backward pass and the step."""
+    net = model()
+    optimizer = sgd(net)
+    with profiled(tmp_path) as measured:
+        for batch in loader(2):
+            loss_of(net, *batch).backward()
+            optimizer.zero_grad()
+            optimizer.step()
+    names = [span.name for span in measured.log.phases]
+    after = names[names.index("backward") + 1 :]
+    assert after[: after.index("input")].count("other") == 1
+
+
 def test_clearing_the_gradients_outside_a_step_is_no_update(tmp_path: Path) -> None:
     net = model()
     optimizer = sgd(net)

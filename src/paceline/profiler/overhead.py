@@ -25,6 +25,7 @@ from paceline.profiler.tracking.notes import (
     count_samples,
     measured_backward,
     measured_call,
+    measured_clearing,
     measured_input,
     model_notes,
     update_notes,
@@ -32,7 +33,7 @@ from paceline.profiler.tracking.notes import (
 from paceline.profiler.tracking.script_calls import ScriptCalls
 from paceline.profiler.tracking.step_tracker import StepTracker
 
-NOTES = 7
+NOTES = 8
 """Events of a step: input and backward pass have two each."""
 FIRST_PROBES, PROBES_KEPT = 3, 25
 """Of each function."""
@@ -55,6 +56,7 @@ class NoteProbe:
         optimizer, batches, batch = _Object(), _Object(), [torch.zeros(1)]
         get_batch = measured_input(lambda _: batch, tracker, count_samples)
         run_backward = measured_backward(_nothing, tracker, [])
+        clear_gradients = measured_clearing(_nothing, tracker)
         note_call = model_notes(tracker)
         functions: tuple[Callable[[], object], ...] = (
             # What timing a call takes.
@@ -65,6 +67,7 @@ class NoteProbe:
             partial(run_backward, (), accumulate_grad=False),
             partial(begin, optimizer),
             partial(end, optimizer),
+            partial(clear_gradients, optimizer),
         )
         self._seconds = [deque[float](maxlen=PROBES_KEPT) for _ in functions]
         self._next = cycle(zip(functions, self._seconds, strict=True))

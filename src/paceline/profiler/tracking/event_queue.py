@@ -107,6 +107,10 @@ class EventQueue:
         """The time of the event that is being interpreted; otherwise, now."""
         return self._now or perf_counter()
 
+    def advance(self, moment: float) -> None:
+        """Go on to the end of the event that is being interpreted, if it has one of its own."""
+        self._now = moment
+
     def _flush(self) -> None:
         # Another thread, such as one that saves a checkpoint, must not interpret what this notes.
         if get_ident() == self.thread:

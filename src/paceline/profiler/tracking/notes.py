@@ -148,7 +148,7 @@ def update_notes(tracker: StepTracker) -> tuple[Callable[..., None], Callable[..
 
 def measured_clearing(original: Any, tracker: StepTracker) -> Any:
     """Make the function that clears gradients."""
-    events, begin, end = tracker.events, tracker.begin_clearing, tracker.end_clearing
+    events, clear = tracker.events, tracker.clear_gradients
 
     def zero_grad(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if get_ident() != events.thread:
@@ -157,8 +157,7 @@ def measured_clearing(original: Any, tracker: StepTracker) -> Any:
         try:
             return original(self, *args, **kwargs)
         finally:
-            events.append((began, begin))
-            events.append((perf_counter(), end))
+            events.append((began, clear, perf_counter()))
 
     return zero_grad
 

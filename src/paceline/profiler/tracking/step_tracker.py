@@ -110,8 +110,6 @@ class StepTracker:
         self._outer: list[Any] = []
         """For each input and backward pass in progress, what its end must know."""
         self._phase_after_update = "other"
-        self._phase_after_clearing: str | None = None
-        """None if clearing the gradients is part of the phase that it is in."""
         self._computes = False
         """Whether the step has called a model."""
         self._has_begun = False
@@ -381,17 +379,17 @@ class StepTracker:
         else:
             self._clock.enter(self._phase_after_update)
 
-    def begin_clearing(self) -> None:
+    def clear_gradients(self, ended: float) -> None:
         """The gradients are cleared; a GPU does nothing for it."""
         phase = self._clock.phase
-        is_part = phase not in ("other", "forward") or not self._has_begun or self._is_on_gpu
-        self._phase_after_clearing = None if is_part else phase
-        if not is_part:
-            self._clock.enter("update")
-
-    def end_clearing(self) -> None:
-        if self._phase_after_clearing is not None:
-            self._clock.enter(self._phase_after_clearing)
+        if phase not in ("other", "forward") or not self._has_begun or self._is_on_gpu:
+            # It is part of the phase.
+            return
+        if self._is_after_backward and phase == "other":
+            self._relabel("update")
+        self._clock.enter("update")
+        self.events.advance(ended)
+        self._clock.enter(phase)
 
     def skip_update(self, optimizer: Optimizer) -> None:
         """A GradScaler skipped the step of an optimizer, because gradients were not finite."""
