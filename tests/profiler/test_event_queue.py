@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import SGD
 
 from paceline.profiler import rank_log
-from paceline.profiler.tracking import event_queue
+from paceline.profiler.tracking import event_queue, notes
 from paceline.profiler.tracking.event_queue import EventQueue
 from paceline.records import RunFolder
 from tests.support.profiled import loader, loss_of, model, profiled, train_step
@@ -110,6 +110,27 @@ def test_events_are_due_if_no_step_ends(monkeypatch: pytest.MonkeyPatch) -> None
     assert queue.due == math.inf
     queue.defer()
     assert now < queue.due < now + 2.0
+
+
+def test_events_of_a_burst_of_updates_do_not_wait_for_many_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several optimizers step at once, so the estimate of how often they do is too high."""
+    now = 1.0
+    monkeypatch.setattr(event_queue, "perf_counter", lambda: now)
+    monkeypatch.setattr(notes, "perf_counter", lambda: now)
+    weights = [torch.ones(2, requires_grad=True) for _ in range(8)]
+    optimizers = [SGD([weight], lr=0.1) for weight in weights]
+    with profiled(tmp_path) as measured:
+        tracker = measured.session.tracker
+        for step in range(8):
+            now += 1.5
+            # Neither a DataLoader nor a module.
+            sum((weight.sum() for weight in weights), torch.zeros(())).backward()
+            for optimizer in optimizers:
+                now += 1e-5
+                optimizer.step()
+            assert tracker.steps >= step - 1
 
 
 def test_a_block_is_written_when_all_steps_that_were_noted_are_interpreted(

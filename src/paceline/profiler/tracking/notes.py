@@ -136,9 +136,10 @@ def update_notes(tracker: StepTracker) -> tuple[Callable[..., None], Callable[..
         events.is_in_model = False
 
     def end_update(optimizer: Optimizer, *_: object) -> None:
-        events.append((perf_counter(), end, ref(optimizer)))
+        now = perf_counter()
+        events.append((now, end, ref(optimizer)))
         events.is_in_model = False
-        if events.updates >= events.due_update:
+        if events.updates >= events.due_update or now >= events.due:
             events.flush_due()
         if events.updates >= events.window_ends:
             events.on_window()
