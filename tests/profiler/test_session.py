@@ -255,6 +255,31 @@ def test_compiled_models_are_compiled_once(tmp_path: Path, is_in_place: bool) ->
     assert measured.phases == [*["input", "forward", "backward", "update"] * 4, "input"]
 
 
+def graph_breaks_of_clearing() -> list[str]:
+    """Each of them is a warning for the script, or an exception with `fullgraph`."""
+    torch._dynamo.reset()
+    breaks = torch._dynamo.utils.counters["graph_break"]
+    breaks.clear()
+    net = model()
+    optimizer = SGD(net.parameters(), lr=0.1)
+
+    @torch.compile(backend="eager")
+    def loss(inputs: torch.Tensor) -> Any:
+        optimizer.zero_grad()
+        return net(inputs).sum()
+
+    for _ in range(3):
+        loss(torch.ones(4, 2)).backward()
+        optimizer.step()
+    return sorted(reason.splitlines()[0] for reason in breaks)
+
+
+def test_compiled_code_may_clear_gradients(tmp_path: Path) -> None:
+    without = graph_breaks_of_clearing()
+    with profiled(tmp_path):
+        assert graph_breaks_of_clearing() == without
+
+
 @pytest.mark.parametrize("has_trained", [False, True])
 def test_a_forked_process_is_measured_unless_its_parent_trains(
     tmp_path: Path, has_trained: bool

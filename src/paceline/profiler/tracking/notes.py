@@ -62,8 +62,11 @@ def measured_call(original: Any, events: EventQueue, note_call: Callable[..., An
         return self._call_impl(*args, **kwargs)
 
     is_torch = original is nn.Module._wrapped_call_impl
-    replacement = call if is_torch else call_original
-    # torch.compile treats this frame like the one that it replaces.
+    return _in_file_of(original, call if is_torch else call_original)
+
+
+def _in_file_of(original: Any, replacement: Any) -> Any:
+    """Make torch.compile treat a function like the one that it replaces."""
     file = original.__code__.co_filename
     replacement.__code__ = replacement.__code__.replace(co_filename=file)
     return replacement
@@ -160,7 +163,7 @@ def measured_clearing(original: Any, tracker: StepTracker) -> Any:
         finally:
             events.append((began, clear, perf_counter()))
 
-    return zero_grad
+    return _in_file_of(original, zero_grad)
 
 
 def loss_of(outputs: Any) -> Loss | None:
