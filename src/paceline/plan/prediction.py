@@ -28,9 +28,12 @@ from paceline.plan.host_levels import levels_of
 from paceline.plan.job import Job, StepTime
 from paceline.plan.links import Link
 from paceline.plan.step_simulation import STRATEGIES, local_steps, simulate_step
-from paceline.plan.stragglers import asynchronous_mean, expected_maximum
+from paceline.plan.stragglers import asynchronous_mean, bounded_mean, expected_maximum
 
 Floats = NDArray[np.float64]
+
+DEFAULT_STALENESS = 4
+"""Of `parameter_server` with mode=bounded."""
 
 SAMPLES = 100
 ERRORS = 4
@@ -319,14 +322,17 @@ class Predictor:
     def _job(
         self, sample: _Sample, target: Target, compute_factor: float, software_factor: float
     ) -> Job:
-        if target.options.get("mode", "sync") == "sync":
-            steps = local_steps(target.strategy, target.options)
-            slowest, local = (
-                sample.slowest(self._independence, target.workers, target.slowdown, each)
-                for each in (1, steps)
-            )
-        else:
-            slowest = local = asynchronous_mean(target.workers, target.slowdown)
+        workers, slowdown, options = target.workers, target.slowdown, target.options
+        slowest, local = (
+            sample.slowest(self._independence, workers, slowdown, each)
+            for each in (1, local_steps(target.strategy, options))
+        )
+        match options.get("mode", "sync"):
+            case "bounded":
+                bound = int(options.get("staleness", DEFAULT_STALENESS))
+                slowest = local = bounded_mean(workers, slowdown, slowest, bound)
+            case "async":
+                slowest = local = asynchronous_mean(workers, slowdown)
         compute = sample.compute.at(target.samples_of_worker)
         cores = self._core_factor(target)
         factors = target.factors

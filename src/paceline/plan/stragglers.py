@@ -43,6 +43,15 @@ def asynchronous_mean(workers: int, slowdown: float) -> float:
     return workers / (workers - 1 + 1 / slowdown)
 
 
+def bounded_mean(workers: int, slowdown: float, slowest: float, staleness: int) -> float:
+    """As `asynchronous_mean`, of workers that are at most `staleness` steps ahead of each other.
+
+    While the slowest one computes its share of a step, for the expected maximum, the others finish
+    that step and `staleness` further ones, and then wait for it.
+    """
+    return max(asynchronous_mean(workers, slowdown), slowest / (1 + staleness))
+
+
 def _means(residuals: Floats, steps: int) -> Floats:
     random = np.random.default_rng(0)
     drawn = random.choice(residuals, (BLOCKS, min(steps, 256)))
