@@ -1,7 +1,7 @@
 """Compares the recommendations of `paceline plan --advise` with exhaustive studies.
 
+    python benchmarks/plan_advice.py [check [FILE]] [--cases]
     python benchmarks/plan_advice.py measure FILE [--cpus X] [--only PATTERN] [--limit SECONDS]
-    python benchmarks/plan_advice.py check FILE [--cases]
 
 There are twelve cases: three models with 2 to 3 MB of gradients, links of 1 Gbit/s and 100 Mbit/s,
 4 and 8 nodes. `measure` (which needs root) measures in emulated clusters, whose nodes have --cpus
@@ -18,8 +18,8 @@ Clusters run side by side as long as the machine has cores for them. What FILE h
 again: with --limit, all can be measured in several parts.
 
 `check` makes the recommendation for each case from the first two kinds of lines, and compares the
-measured step time of the recommended configuration with the best measured one. It also compares
-the costs, in seconds and in node-seconds.
+measured step time of the recommended configuration with the best measured one (default FILE: that
+of the tests). It also compares the costs, in seconds and in node-seconds.
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ from paceline.plan.advice import advise
 from paceline.plan.calibration import Calibration
 from paceline.plan.comm_records import codec_timings, comm_timings
 from paceline.plan.links import Link
-from paceline.plan.measurement import COMM, FEWEST_STEPS, READY_STEPS, READY_TIMES, ShortRuns
+from paceline.plan.measurement import COMM, FEWEST_STEPS, READY_TIMES, ShortRuns
 from paceline.plan.option_variants import EXACT_STRATEGIES
 from paceline.plan.prediction import Predictor, Target
 from paceline.plan.run_calibration import calibrate
 
+RECORDED = Path(__file__).parents[1] / "tests" / "plan" / "recorded" / "advice.jsonl"
 LINKS = {"1gbit": Link(1e9), "100mbit": Link(1e8)}
 MODELS: dict[str, dict[str, Any]] = {
     "lenet": {"model_options": {"width": "6"}},
@@ -169,8 +170,7 @@ class Measurer:
         spent = {1: 0.0, 2: 0.0}
 
         def train(nodes: int, link: str, own: Mapping[str, Any], batch: int) -> Path:
-            steps = READY_STEPS if own is READY_TIMES else FEWEST_STEPS
-            run, seconds = self._train(link, model, nodes, own, batch, steps)
+            run, seconds = self._train(link, model, nodes, own, batch, FEWEST_STEPS)
             spent[nodes] += seconds
             return run
 
@@ -339,8 +339,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("command", choices=("measure", "check"))
-    parser.add_argument("file", type=Path, metavar="FILE")
+    parser.add_argument("command", nargs="?", choices=("measure", "check"), default="check")
+    parser.add_argument("file", nargs="?", type=Path, metavar="FILE", default=RECORDED)
     parser.add_argument("--only", default="*", metavar="PATTERN", help="such as '1gbit/lenet/*'")
     parser.add_argument("--cpus", type=float, default=1.0, metavar="X", help="(default: 1)")
     parser.add_argument("--limit", type=float, default=math.inf, metavar="SECONDS")
@@ -348,6 +348,8 @@ def main() -> None:
     options = parser.parse_args()
     measurements = Measurements(options.file)
     if options.command == "measure":
+        if options.file == RECORDED:
+            parser.error("name the FILE to measure into")
         measure(measurements, options)
         return
     exact = check(measurements, EXACT, EXACT_STRATEGIES)

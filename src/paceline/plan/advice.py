@@ -21,8 +21,8 @@ from paceline.plan.prediction import Prediction, Predictor, Target
 
 SCAN_SAMPLES = 20
 """Bootstrap samples of the predictions that candidates are compared by."""
-MIN_GAIN = 0.02
-"""An option is recommended only if it is faster than the default by this much."""
+MIN_GAIN = 0.05
+"""Of an option over the default: smaller gains are within the error of predictions."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,10 +25,8 @@ from paceline.study.clusters import StudyClusters
 from paceline.study.runner import CellProcess, last_error_line, train_argv
 
 RUN_SECONDS = 1.5
-FEWEST_STEPS, MOST_STEPS = 9, 201
+FEWEST_STEPS, MOST_STEPS = 17, 201
 """One more than a multiple of the local steps of local_sgd, because the first does not count."""
-READY_STEPS = 13
-"""As many after the first as `overlap` takes to measure when gradients are ready, and again."""
 PILOT_STEPS = 5
 SMALLEST_SHARE = 16
 """The smallest measured batch is that of this many workers."""
@@ -134,7 +132,7 @@ def measure_job(
             name = f"two-workers-{strategy}"
             train(name, _steps(pilot), strategy=strategy, batch_size=batch_size, **two)
         _tell("measuring when gradients are ready")
-        train("ready-times", READY_STEPS, **READY_TIMES, batch_size=batch_size, **two)
+        train("ready-times", FEWEST_STEPS, **READY_TIMES, batch_size=batch_size, **two)
         _tell("measuring collectives between two workers")
         machines = {key: base[key] for key in ("threads", "cluster") if key in base} | two
         selection = {**COMM, "codecs": ",".join(codecs)} if codecs else COMM

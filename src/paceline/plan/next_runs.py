@@ -11,7 +11,7 @@ from pathlib import Path
 
 from paceline.analysis.run import Run
 from paceline.errors import NoPredictionError, UsageError
-from paceline.plan.advice import command
+from paceline.plan.advice import MIN_GAIN, command
 from paceline.plan.calibration import Calibration, MeasuredRun
 from paceline.plan.option_variants import EXACT_STRATEGIES, is_exact, option_variants
 from paceline.plan.prediction import Interval, Prediction, Predictor, Target
@@ -21,8 +21,6 @@ from paceline.records import read_json
 
 SAMPLES = 25
 """Bootstrap samples: enough for an interval, in a tenth of a second."""
-MIN_GAIN = 0.05
-"""Smaller gains are within the error of predictions."""
 MOST_RUNS = 100
 """More runs would delay a report."""
 
