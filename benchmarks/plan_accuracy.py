@@ -175,12 +175,28 @@ def adaptdl_step_seconds(calibration: Calibration, target: Target) -> float:
 
 
 def run_to_run_differences(cases: list[Case]) -> list[float]:
-    """Between the first two runs of each cell that was repeated, relative to their mean.
-
-    The errors of a model that knew the mean of all runs exactly would be smaller by sqrt(2).
-    """
+    """From the first to the second run of each cell that was repeated, relative to their mean."""
     pairs = [case.runs[:2] for case in cases if len(case.runs) > 1]
-    return [abs(first - second) / fmean((first, second)) for first, second in pairs]
+    return [(second - first) / fmean((first, second)) for first, second in pairs]
+
+
+def print_run_to_run(differences: list[float]) -> None:
+    """A shift of all second runs is that of their machine or session. Only what remains is noise,
+    from which an exact model of a session would be off by sqrt(2) less than two of its runs."""
+    shift = float(np.median(differences))
+    for title, values in (
+        ("two runs of a cell differ by", np.abs(differences)),
+        (
+            f"without the shift of {shift:+.1%} of second runs, by",
+            np.abs(np.array(differences) - shift),
+        ),
+    ):
+        middle, tail = np.quantile(values, (0.5, 0.9))
+        print(f"{title} {middle:.1%} (median of {len(values)} cells, 90%: {tail:.1%})")
+    print(
+        "an exact model of a session would be off by"
+        f" {middle / math.sqrt(2):.1%} (90%: {tail / math.sqrt(2):.1%})"
+    )
 
 
 def rank_correlation(first: list[float], second: list[float]) -> float:
@@ -275,13 +291,7 @@ def print_table(cases: list[Case], shows_cases: bool) -> None:
             f" {close} of {len(chosen)} groups (median {np.median(chosen):.2f} times its time)"
         )
     if differences := run_to_run_differences(cases):
-        print(
-            f"two runs of a cell differ by {np.median(differences):.1%} (median of"
-            f" {len(differences)} cells, 90% of them by at most"
-            f" {np.quantile(differences, 0.9):.1%}): an exact model would be off by"
-            f" {np.median(differences) / math.sqrt(2):.1%}"
-            f" (90%: {np.quantile(differences, 0.9) / math.sqrt(2):.1%})"
-        )
+        print_run_to_run(differences)
     busy = [case.busy for case in cases]
     print(f"other processes used {np.median(busy):.0%} of the CPU (at most {max(busy):.0%})")
 

@@ -75,3 +75,13 @@ def test_repeated_runs_count_by_their_median_and_show_the_difference_between_run
     missing = accuracy.batches(repeated, "1gbit/mlp/8/r*", repeats=4)
     assert [batch.names for batch in missing] == [(name,)]
     assert not [*accuracy.batches(repeated, "1gbit/mlp/8/r*", repeats=3)]
+
+
+def test_a_shift_of_all_second_runs_is_no_noise(
+    accuracy: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    accuracy.print_run_to_run([0.08, 0.1, 0.12])
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("two runs of a cell differ by 10.0%")
+    assert printed[1].startswith("without the shift of +10.0% of second runs, by 2.0%")
+    assert printed[2].startswith("an exact model of a session would be off by 1.4%")

@@ -14,8 +14,9 @@ from paceline.plan.job import Compute
 Floats = NDArray[np.float64]
 
 RUN_DEVIATION = 0.07
-"""Relative standard deviation of the step time between runs of the same configuration: what 48
-pairs of runs on emulated clusters show (docs/results.md#accuracy-of-plans)."""
+"""Relative standard deviation of the step time between runs of the same configuration on machines
+of one kind: what 48 pairs of runs in two sessions show. It is 4.5% without the difference between
+the sessions (docs/results.md#accuracy-of-plans)."""
 
 
 class ComputeTimes:
