@@ -8,11 +8,13 @@ from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from paceline.measure.phase_clock import PhaseClock
 from paceline.profiler.collectives import recording_windows
 from paceline.profiler.collectives.communication import RankCommunication, collectives
+from paceline.profiler.collectives.estimated_waits import _last_known
 from paceline.profiler.collectives.log import (
     BACKWARD,
     OPERATIONS,
@@ -284,6 +286,13 @@ def test_waits_follow_a_run_whose_ranks_change(tmp_path: Path) -> None:
     assert caused == {other: pytest.approx(seconds) for other, seconds in expected.items()}
     assert worker["phases"]["wait"] == pytest.approx(sum(expected.values()))
     assert waits.last_arrivals == {0: 0, 1: 8 * PER_STEP, 2: 36 * PER_STEP}
+
+
+def test_a_rounding_error_is_not_communication_that_ranks_compared() -> None:
+    known = _last_known(np.array([1e-12, 0.5, 0.0, 2e-13, 0.25]))
+    assert known is not None
+    assert known.tolist() == [1, 1, 1, 1, 4]
+    assert _last_known(np.array([1e-12])) is None
 
 
 def test_a_gap_is_not_a_collective_that_a_rank_has_not_called(tmp_path: Path) -> None:

@@ -18,6 +18,9 @@ from paceline.profiler.collectives.log import RankCollectives, Records
 from paceline.profiler.collectives.sampling import of_ddp
 from paceline.profiler.collectives.waiting import Waits, exposed
 
+ROUNDING_SECONDS = 1e-6
+"""Differences of times below this are rounding errors."""
+
 
 @dataclass(frozen=True)
 class EstimatedWaits:
@@ -57,7 +60,7 @@ def estimate_waits(
     calls = exposed(records[~of_ddp(records)]).without(interruptions)
     called = calls.between(edges)
     compared = waits.compared[log.rank].without(interruptions).between(edges) - called
-    source = _last_positive(compared)
+    source = _last_known(compared)
     caused = {}
     for other, waited in waits.waited_for[log.rank].items():
         in_steps = waited.without(interruptions)
@@ -77,10 +80,10 @@ def _by_clock(log: RankCollectives, edges: Floats, exchange_seconds: float, last
     return np.diff(np.interp(edges, [*moments, last], [*totals, exchange_seconds]))
 
 
-def _last_positive(values: Floats) -> np.ndarray | None:
+def _last_known(compared: Floats) -> np.ndarray | None:
     """For each position, that of the last positive value up to it, or of the first one at all."""
-    positive = np.flatnonzero(values > 0)
-    if not len(positive):
+    known = np.flatnonzero(compared > ROUNDING_SECONDS)
+    if not len(known):
         return None
-    at = np.searchsorted(positive, np.arange(len(values)), side="right") - 1
-    return positive[np.maximum(at, 0)]
+    at = np.searchsorted(known, np.arange(len(compared)), side="right") - 1
+    return known[np.maximum(at, 0)]

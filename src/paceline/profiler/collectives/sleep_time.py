@@ -11,7 +11,7 @@ from threading import get_ident
 from time import perf_counter, thread_time
 
 INTERVAL_SECONDS = 0.1
-"""Reading takes about 20 us. What was noted is interpreted about as often."""
+"""Reading takes about 20 us. The steps of half a second are interpreted at once."""
 SCHEDULER_FILE = Path("/proc/thread-self/schedstat")
 
 
