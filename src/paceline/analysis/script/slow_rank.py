@@ -71,7 +71,7 @@ def find_slow_rank(profile: ScriptProfile) -> SlowRank | WaitsForCore | None:
     if windows is None or len(windows.ranks) < 2:
         return None
     queue = _queue_seconds(profile.ranks, windows)
-    # The records do not tell in which phases, so the time is spread over the step.
+    # The records do not say in which phases, so the time is spread over the step.
     slow = _slowest(windows, queue * windows.busy / (windows.busy + windows.communication))
     if slow is not None:
         rank = profile.ranks[slow.row]

@@ -48,7 +48,7 @@ class SleepTime:
 
 
 def _awake_seconds() -> float:
-    """Of this thread: with a core, and without one, if the kernel tells that."""
+    """Of this thread: with a core, and waiting for one, if the kernel reports it."""
     try:
         queued = int(SCHEDULER_FILE.read_text().split()[1]) / 1e9
     except (OSError, IndexError, ValueError):

@@ -16,7 +16,7 @@ from time import perf_counter, thread_time
 from typing import Any
 
 INTERVAL_SECONDS = 0.5
-"""About how long events wait, if steps end, and half of how long at most."""
+"""About how long events wait. If no step ends, they wait twice as long."""
 
 Guard = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Makes a function that never raises: after an exception, the profiler stops."""
