@@ -45,10 +45,8 @@ from common.plan_measurements import (
     calibration_names,
     held_out_names,
 )
-from common.side_by_side import run_side_by_side
-from paceline.errors import RunError
+from common.side_by_side import Batch, measure_side_by_side
 from paceline.plan.calibration import Calibration, MeasuredRun, parse
-from paceline.plan.measurement import ShortRuns
 from paceline.plan.option_variants import EXACT_STRATEGIES
 from paceline.plan.prediction import Target
 
@@ -56,15 +54,6 @@ RECORDED = Path(__file__).parents[1] / "tests" / "plan" / "recorded" / "emulated
 
 CLOSE = 1.1
 """Step time of a good choice, relative to the best one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Measurements that one process makes, one after another."""
-
-    names: tuple[str, ...]
-    workers: int
-    """At most."""
 
 
 def batches(out: Measurements, only: str, repeats: int) -> Iterator[Batch]:
@@ -83,30 +72,14 @@ def batches(out: Measurements, only: str, repeats: int) -> Iterator[Batch]:
 
 def measure(out: Measurements, options: argparse.Namespace) -> None:
     end = monotonic() + options.limit
-    options.session = out.sessions + 1
-    wanted = (
-        (batch, batch.workers * options.cpus)
-        for batch in batches(out, options.only, options.repeats)
+    start = partial(
+        Measurer, out, cpus=options.cpus, most_busy=options.busy, session=out.sessions + 1
     )
-    run_side_by_side(wanted, partial(run_batch, options, end), end)
+    wanted = batches(out, options.only, options.repeats)
+    measure_side_by_side(wanted, options.cpus, end, start)
     out.read()
     if missing := sum(len(batch.names) for batch in batches(out, options.only, options.repeats)):
         print(f"{missing} are missing: start the command again")
-
-
-def run_batch(options: argparse.Namespace, end: float, batch: Batch) -> None:
-    out = Measurements(options.file)
-    with ShortRuns() as runs:
-        measurer = Measurer(out, runs, options.cpus, options.busy, options.session)
-        for name in batch.names:
-            began = monotonic()
-            if began > end:
-                break
-            try:
-                measurer.measure(name)
-            except RunError as error:
-                print(f"{name}: {error}", flush=True)
-            print(f"{name}: {monotonic() - began:.1f} s", flush=True)
 
 
 @dataclass(frozen=True, slots=True)

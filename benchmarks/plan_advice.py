@@ -39,9 +39,8 @@ from time import monotonic
 from typing import Any
 
 from common.plan_measurements import BATCH_SIZE, Measurements, read_comm_record, run_settings
-from common.side_by_side import run_side_by_side
+from common.side_by_side import Batch, measure_side_by_side
 from paceline.analysis.run import open_run
-from paceline.errors import RunError
 from paceline.plan.advice import advise
 from paceline.plan.calibration import Calibration
 from paceline.plan.comm_records import codec_timings, comm_timings
@@ -73,14 +72,6 @@ MOST_RATIO = 1.10
 """Step time of a good recommendation, relative to the best configuration."""
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Measurements that one process makes, one after another."""
-
-    names: tuple[str, ...]
-    nodes: int
-
-
 def batches(out: Measurements, only: str) -> Iterator[Batch]:
     """What is missing: calibrations first, then exact configurations, then codecs."""
 
@@ -102,50 +93,41 @@ def batches(out: Measurements, only: str) -> Iterator[Batch]:
 
 def measure(out: Measurements, options: argparse.Namespace) -> None:
     end = monotonic() + options.limit
-    run = partial(run_batch, options.file, options.cpus, end)
+    start = partial(Measurer, out, cpus=options.cpus)
     for is_study in (False, True):
         # The number of steps of a study follows from the calibrations.
-        wanted = [each for each in batches(out, options.only) if (each.nodes > 2) == is_study]
-        run_side_by_side([(batch, batch.nodes * options.cpus) for batch in wanted], run, end)
+        wanted = [each for each in batches(out, options.only) if (each.workers > 2) == is_study]
+        measure_side_by_side(wanted, options.cpus, end, start)
         out.read()
     if left := sum(len(batch.names) for batch in batches(out, options.only)):
         print(f"{left} are missing: start the command again")
 
 
-def run_batch(file: Path, cpus: float, end: float, batch: Batch) -> None:
-    out = Measurements(file)
-    with ShortRuns() as runs, tempfile.TemporaryDirectory() as folder:
-        measurer = Measurer(out, runs, cpus, Path(folder))
-        for name in batch.names:
-            if monotonic() > end:
-                break
-            try:
-                measurer.measure(name)
-            except RunError as error:
-                print(f"{name}: {error}", flush=True)
-
-
 class Measurer:
     """Makes the measurement of a name, and adds it to the file."""
 
-    def __init__(self, out: Measurements, runs: ShortRuns, cpus: float, folder: Path) -> None:
-        self._out, self._runs, self._cpus, self._folder = out, runs, cpus, folder
+    def __init__(self, out: Measurements, runs: ShortRuns, cpus: float) -> None:
+        self._out, self._runs, self._cpus = out, runs, cpus
         self._numbers = count()
+        """Names of runs."""
         self._warm: set[str] = set()
         """Clusters that exist."""
 
     def measure(self, name: str) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            self._out.add(name, self._measure(name, Path(folder)))
+
+    def _measure(self, name: str, folder: Path) -> dict[str, Any]:
         match name.split("/"):
             case [link, "comm"]:
-                values = self._comm(link)
+                return self._comm(folder / "comm.json", link)
             case [model, "calibration"]:
-                values = self._calibration(model)
+                return self._calibration(folder, model)
             case [link, model, nodes, configuration]:
-                values = self._study(link, model, int(nodes), configuration)
-        self._out.add(name, values)
-        print(f"{name}: {values['seconds']:.1f} s", flush=True)
+                return self._study(folder, link, model, int(nodes), configuration)
+        raise ValueError(name)
 
-    def _comm(self, link: str) -> dict[str, Any]:
+    def _comm(self, file: Path, link: str) -> dict[str, Any]:
         cluster = self._cluster(link, 2)
         selection = {
             **COMM,
@@ -154,7 +136,7 @@ class Measurer:
             "seconds": "0.1",
             "codecs": ",".join(CODECS),
         }
-        file, machines = self._folder / "comm.json", {"cluster": cluster, "threads": 1}
+        machines = {"cluster": cluster, "threads": 1}
         self._runs.comm(file, machines, sizes="1k", repeats="1", algorithms="library")
         began = monotonic()
         self._runs.comm(file, machines, **selection)
@@ -165,12 +147,12 @@ class Measurer:
             "node_seconds": 2 * seconds,
         }
 
-    def _calibration(self, model: str) -> dict[str, Any]:
+    def _calibration(self, folder: Path, model: str) -> dict[str, Any]:
         """Compute times are measured once for all links."""
         spent = {1: 0.0, 2: 0.0}
 
         def train(nodes: int, link: str, own: Mapping[str, Any], batch: int) -> Path:
-            run, seconds = self._train(link, model, nodes, own, batch, FEWEST_STEPS)
+            run, seconds = self._train(folder, link, model, nodes, own, batch, FEWEST_STEPS)
             spent[nodes] += seconds
             return run
 
@@ -188,7 +170,9 @@ class Measurer:
             "node_seconds": math.fsum(nodes * seconds for nodes, seconds in spent.items()),
         }
 
-    def _study(self, link: str, model: str, nodes: int, configuration: str) -> dict[str, Any]:
+    def _study(
+        self, folder: Path, link: str, model: str, nodes: int, configuration: str
+    ) -> dict[str, Any]:
         strategy, options = parse_configuration(configuration)
         known = calibration_of(self._out, link, model)
         target = Target(strategy, nodes, BATCH_SIZE, options, link=LINKS[link])
@@ -196,7 +180,7 @@ class Measurer:
         fewest, most = STUDY_STEPS
         steps = 1 + min(max(round(STUDY_SECONDS / predicted), fewest), most)
         own = {"strategy": strategy, "options": options}
-        run, seconds = self._train(link, model, nodes, own, BATCH_SIZE, steps)
+        run, seconds = self._train(folder, link, model, nodes, own, BATCH_SIZE, steps)
         return {
             "step_seconds": open_run(run).iteration_seconds,
             "steps": steps - 1,
@@ -206,6 +190,7 @@ class Measurer:
 
     def _train(
         self,
+        out: Path,
         link: str,
         model: str,
         nodes: int,
@@ -219,9 +204,9 @@ class Measurer:
         settings = run_settings(job, {"cluster": cluster}, batch, steps)
         if cluster not in self._warm:
             self._warm.add(cluster)
-            self._runs.train(self._folder, f"{next(self._numbers)}", {**settings, "iterations": 1})
+            self._runs.train(out, f"{next(self._numbers)}", {**settings, "iterations": 1})
         began = monotonic()
-        run = self._runs.train(self._folder, f"{next(self._numbers)}", settings)
+        run = self._runs.train(out, f"{next(self._numbers)}", settings)
         return run, monotonic() - began
 
     def _cluster(self, link: str, nodes: int) -> str:
