@@ -41,7 +41,7 @@ from paceline.analysis.run import open_run
 from paceline.analysis.script import findings as found
 from paceline.analysis.script.findings import ScriptFinding, find_in_script, is_fault
 from paceline.analysis.script.slow_rank import SlowRank, WaitsForCore
-from paceline.report.script_wording import sentence, subject
+from paceline.report.wording.scripts import sentence, subject
 
 SCRIPTS = Path(__file__).parent / "fault_scripts"
 FAULTS = ("none", "slow_rank", "slow_input", "item", "no_workers", "threads")

@@ -94,6 +94,12 @@ def format_ranks(ranks: Sequence[int], noun: str = "rank") -> str:
     return f"{noun}{'' if len(ranks) == 1 else 's'} {text}"
 
 
+def listed(names: Sequence[str], most: int = 4) -> str:
+    """Format names that may contain commas; of more than `most`, count the rest."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return "; ".join(names[:most]) + more
+
+
 def spread(
     values: Sequence[float], text: Callable[[float], str], half_interval: float | None = None
 ) -> str:

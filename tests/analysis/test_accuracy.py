@@ -22,7 +22,9 @@ from paceline.analysis.statistics import binomial_p
 from paceline.analysis.verdict import make_verdict
 from paceline.report.build import to_document
 from paceline.report.document import Table, Text
-from paceline.report.wording import accuracy_note, findings, headline
+from paceline.report.wording.differences import accuracy_note
+from paceline.report.wording.findings import findings
+from paceline.report.wording.headline import headline
 from tests.support.records import FakeRun, write_repeats, write_run
 
 

@@ -12,7 +12,7 @@ import pytest
 from paceline.analysis.comparison import read_comparison, significance
 from paceline.cli import main
 from paceline.report.comparison import result_rows, setting_rows
-from paceline.report.wording import format_difference
+from paceline.report.wording.differences import format_difference
 from tests.support.records import FakeRun, write_repeats, write_run
 
 LONG = "a-run-with-a-name-that-is-so-long-that-no-table-could-hold-it-beside-any-others-at-all"

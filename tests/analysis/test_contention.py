@@ -11,7 +11,9 @@ from paceline.analysis.collection import collect
 from paceline.analysis.contention import other_processes_share
 from paceline.analysis.run import open_run
 from paceline.analysis.verdict import make_verdict
-from paceline.report.wording import findings, headline, next_steps
+from paceline.report.wording.findings import findings
+from paceline.report.wording.headline import headline
+from paceline.report.wording.recommendations import next_steps
 from tests.support.records import FakeRun, write_run
 
 

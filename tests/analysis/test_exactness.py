@@ -14,7 +14,8 @@ from paceline.analysis.verdict import make_verdict
 from paceline.cli import main
 from paceline.config import RunSettings, from_mapping
 from paceline.report.document import BulletList, Text
-from paceline.report.wording import findings, headline
+from paceline.report.wording.findings import findings
+from paceline.report.wording.headline import headline
 from tests.support.marks import section
 from tests.support.records import FakeRun, write_run
 

@@ -9,7 +9,8 @@ import pytest
 
 from paceline.analysis.collection import collect
 from paceline.analysis.verdict import make_verdict
-from paceline.report.wording import headline, next_steps
+from paceline.report.wording.headline import headline
+from paceline.report.wording.recommendations import next_steps
 from tests.support.records import FakeRun, write_repeats, write_run
 
 COMPUTE = {"forward": 0.010, "backward": 0.008}

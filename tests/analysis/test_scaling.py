@@ -13,7 +13,7 @@ from paceline.analysis.scaling import scaling_series
 from paceline.analysis.verdict import make_verdict
 from paceline.report.document import BulletList, Table
 from paceline.report.sections.scaling import scaling_answer
-from paceline.report.wording import headline
+from paceline.report.wording.headline import headline
 from tests.support.marks import figure, numbers, section, series
 from tests.support.records import FakeRun, write_repeats, write_run
 

@@ -12,7 +12,7 @@ import pytest
 from paceline.analysis.script import findings as found
 from paceline.analysis.script.findings import ScriptFinding, find_in_script, is_fault
 from paceline.analysis.script.slow_rank import SlowRank, WaitsForCore
-from paceline.report import script_wording
+from paceline.report.wording import scripts
 from tests.support.script_records import BALANCED, SCRIPT, FakeScript, line, write_script
 
 WAITS = {**BALANCED, "wait": 0.003}
@@ -25,7 +25,7 @@ def faults(root: Path, script: FakeScript) -> list[ScriptFinding]:
 
 def only_fault(root: Path, script: FakeScript) -> Any:
     (one,) = faults(root, script)
-    text = f"{script_wording.sentence(one)} {script_wording.remedy(one)}"
+    text = f"{scripts.sentence(one)} {scripts.remedy(one)}"
     assert "None" not in text
     assert "nan" not in text
     return one
@@ -55,7 +55,7 @@ def test_copies_that_block_each_step_are_named_with_their_line(tmp_path: Path, k
     assert (one.line.number, one.is_pageable) == (21, kind == "pageable_bytes")
     assert one.share == pytest.approx(0.2)
     assert (one.seconds, one.bytes) == (0.002, (1 << 30) / 200)
-    assert ("pin_memory" in script_wording.remedy(one)) == one.is_pageable
+    assert ("pin_memory" in scripts.remedy(one)) == one.is_pageable
 
 
 def test_copies_that_do_not_block_or_cost_little_are_no_fault(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_more_loader_workers_need_spare_cores(
     phases = [{**BALANCED, "input": 0.005}] * 2
     facts = {"loaders": [loader], "cores": cores}
     one = only_fault(tmp_path, FakeScript(phases, facts=[facts] * 2))
-    assert ("Use more than num_workers=2" in script_wording.remedy(one)) == advises_workers
+    assert ("Use more than num_workers=2" in scripts.remedy(one)) == advises_workers
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -267,7 +267,7 @@ def test_too_many_threads_need_evidence(tmp_path: Path) -> None:
     one = only_fault(tmp_path / "busy", FakeScript(facts=facts, growth=growth))
     assert isinstance(one, found.TooManyThreads)
     assert (one.ranks, one.threads, one.cores, one.is_default) == (2, 2, 2, True)
-    assert "OMP_NUM_THREADS=1" in script_wording.remedy(one)
+    assert "OMP_NUM_THREADS=1" in scripts.remedy(one)
 
 
 def test_threads_that_fit_are_not_too_many(tmp_path: Path) -> None:

@@ -24,7 +24,9 @@ from paceline.analysis.statistics import (
     t_quantile,
 )
 from paceline.analysis.verdict import Verdict, make_verdict, rank
-from paceline.report.wording import findings, headline, interval_name
+from paceline.report.wording.differences import interval_name
+from paceline.report.wording.findings import findings
+from paceline.report.wording.headline import headline
 from tests.support.records import FakeRun, write_run
 
 TRIALS = 1500

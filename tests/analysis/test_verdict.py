@@ -12,7 +12,9 @@ from paceline.analysis.phases import explain
 from paceline.analysis.run import open_run
 from paceline.analysis.run_group import NOT_RUN, RunGroup
 from paceline.analysis.verdict import Verdict, make_verdict
-from paceline.report.wording import findings, headline, next_steps
+from paceline.report.wording.findings import findings
+from paceline.report.wording.headline import headline
+from paceline.report.wording.recommendations import next_steps
 from tests.support.records import FakeRun, write_repeats, write_run
 
 COMPUTE = {"forward": 0.010, "backward": 0.008}

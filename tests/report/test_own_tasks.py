@@ -16,7 +16,8 @@ from paceline.report.build import write_report
 from paceline.report.comparison import pair_rows, result_rows, write_comparison
 from paceline.report.sections.learning import accuracy_answer
 from paceline.report.summary import print_summary
-from paceline.report.wording import findings, headline
+from paceline.report.wording.findings import findings
+from paceline.report.wording.headline import headline
 from tests.support.records import FakeRun, write_run
 
 TASK = {"model": "mine:Regressor", "data": "mine:surface"}

@@ -17,7 +17,8 @@ from paceline.report.build import TOGETHER, to_document, write_report
 from paceline.report.html import to_html
 from paceline.report.markdown import to_markdown
 from paceline.report.sections import SECTIONS
-from paceline.report.wording import findings, headline
+from paceline.report.wording.findings import findings
+from paceline.report.wording.headline import headline
 from paceline.study.folder import Cell, CellFailure, Part, Study, StudyFolder
 from tests.support.records import FakeRun, write_run
 

@@ -13,7 +13,7 @@ import pytest
 from paceline.analysis.comparison import StudyPair, read_comparison
 from paceline.cli import main
 from paceline.report.comparison import PairRow, differences, pair_rows, unmatched
-from paceline.report.wording import pair_headline, pair_notes
+from paceline.report.wording.study_pair import pair_headline, pair_notes
 from paceline.study.folder import Cell, Part, Study, StudyFolder
 from tests.support.records import FakeRun, write_run
 

@@ -1,6 +1,6 @@
 """What the records of a set of configurations show: the fastest, why, and everything unusual.
 
-Findings are data; report/wording.py phrases them.
+Findings are data; report/wording phrases them.
 """
 
 from __future__ import annotations

@@ -29,13 +29,9 @@ from paceline.report.one_run import sections_of, without_configurations
 from paceline.report.predicted_steps import predicted_steps
 from paceline.report.sections import SECTIONS, VERDICT, build_sections, select, unknown
 from paceline.report.sections.common import section_context
-from paceline.report.wording import (
-    chance_sentence,
-    findings,
-    headline,
-    next_steps,
-    rerun_sentence,
-)
+from paceline.report.wording.findings import findings
+from paceline.report.wording.headline import chance_sentence, headline, rerun_sentence
+from paceline.report.wording.recommendations import next_steps
 
 TOGETHER = "all-parts"
 """Name of the chapter about all parts of a study."""

@@ -23,7 +23,6 @@ from paceline.analysis.step_cost import worker_memory
 from paceline.analysis.verdict import make_verdict
 from paceline.errors import RecordsError
 from paceline.records import format_name
-from paceline.report import wording
 from paceline.report.charts.svg import standalone
 from paceline.report.document import (
     Block,
@@ -41,6 +40,17 @@ from paceline.report.sections import build_sections
 from paceline.report.sections.common import section_context
 from paceline.report.sections.overview import machine
 from paceline.report.sections.timing import first_iteration_note
+from paceline.report.wording.differences import format_difference, interval_note
+from paceline.report.wording.findings import findings
+from paceline.report.wording.headline import headline
+from paceline.report.wording.recommendations import next_steps
+from paceline.report.wording.runs import world_sizes_text
+from paceline.report.wording.study_pair import (
+    pair_headline,
+    pair_notes,
+    ratio_interval,
+    row_significance,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +140,7 @@ def _checkpoints(group: RunGroup) -> str:
 
 def _world_sizes(group: RunGroup) -> str:
     resized = [run.worlds for run in group.shown if run.is_resized]
-    return wording.world_sizes_text(resized[0]) if resized else "-"
+    return world_sizes_text(resized[0]) if resized else "-"
 
 
 def _weights(group: RunGroup) -> str:
@@ -171,8 +181,8 @@ def pair_rows(table: FigureTable) -> list[PairRow]:
             _no_value(row.match.first) if row.first is None else text(row.first),
             _no_value(row.match.other) if row.other is None else text(row.other),
             "-" if row.change is None else f"{1 + row.change.share:.3f}",
-            wording.ratio_interval(row),
-            wording.row_significance(row),
+            ratio_interval(row),
+            row_significance(row),
         )
         for row in table.rows
     ]
@@ -250,7 +260,7 @@ def comparison_document(compared: Comparison) -> Document:
 
 def _pairs_document(compared: Comparison) -> Document:
     pairs = compared.pairs
-    headlines = [wording.pair_headline(pair) for pair in pairs]
+    headlines = [pair_headline(pair) for pair in pairs]
     is_alone = len(pairs) == 1
     return Document(
         title=f"Comparison with {pairs[0].first}",
@@ -272,7 +282,7 @@ def _pair_page(name: str, pair: StudyPair) -> ChapterPage:
     tables = [(table.title, [row.cells for row in pair_rows(table)]) for table in pair.tables]
     sections = [Section(slug(title), title, [Table(columns, rows)]) for title, rows in tables]
     if pair.matches:
-        notes = [Text(text, "note") for text in wording.pair_notes(pair)]
+        notes = [Text(text, "note") for text in pair_notes(pair)]
         sections.append(Section("reading", "How to read the tables", notes))
     for section, title, items in (
         ("differences", "Other differences", differences(pair)),
@@ -293,8 +303,8 @@ def _groups_document(compared: Comparison) -> Document:
     tests = significance(groups)
     if tests:
         others = "others" if len(groups) > 2 else "other"
-        rows = [(one.name, one.other, wording.format_difference(one.difference)) for one in tests]
-        note = wording.interval_note([one.difference for one in tests])
+        rows = [(one.name, one.other, format_difference(one.difference)) for one in tests]
+        note = interval_note([one.difference for one in tests])
         blocks: list[Block] = [
             Text(f"{groups[0].label} against the {others}, as a share of the other's figure:"),
             Table(("figure", "against", "difference"), rows, text_columns=3),
@@ -306,9 +316,9 @@ def _groups_document(compared: Comparison) -> Document:
         title="Comparison",
         subtitle=" · ".join(group.label for group in groups),
         about="",
-        headline=wording.headline(verdict),
-        points=[(one.subject, one.text) for one in wording.findings(verdict)],
-        next_steps=wording.next_steps(verdict),
+        headline=headline(verdict),
+        points=[(one.subject, one.text) for one in findings(verdict)],
+        next_steps=next_steps(verdict),
         chapters=[
             ChapterPage("comparison", "Comparison", "", "", [s for s in sections if s.blocks])
         ],

@@ -28,7 +28,7 @@ from paceline.records import (
     settings_of,
 )
 from paceline.report.post_mortem_text import headline, is_pause
-from paceline.report.script_wording import account, contention
+from paceline.report.wording.scripts import account, contention
 from paceline.terminal import open_console
 
 BAR_WIDTH = 24

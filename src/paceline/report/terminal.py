@@ -13,7 +13,6 @@ from paceline.analysis.comparison import Comparison, FigureTable, StudyPair, sig
 from paceline.analysis.run_group import RunGroup
 from paceline.analysis.step_cost import step_costs
 from paceline.analysis.verdict import make_verdict
-from paceline.report import wording
 from paceline.report.comparison import (
     Row,
     differences,
@@ -23,6 +22,10 @@ from paceline.report.comparison import (
     unmatched,
 )
 from paceline.report.sections.step_cost import step_cost_table
+from paceline.report.wording.differences import format_difference, interval_note
+from paceline.report.wording.findings import script_faults
+from paceline.report.wording.headline import headline
+from paceline.report.wording.study_pair import pair_headline, pair_notes
 from paceline.terminal import open_console, paragraph
 
 WIDTH = 80
@@ -57,8 +60,8 @@ def print_comparison(compared: Comparison) -> None:
     if len(groups) > 1:
         _print_significance(console, groups, letters)
         verdict = make_verdict(groups)
-        console.print(paragraph(wording.headline(verdict), console))
-        for text in wording.script_faults(verdict):
+        console.print(paragraph(headline(verdict), console))
+        for text in script_faults(verdict):
             console.print(paragraph(text, console))
     _print_skipped(console, compared)
 
@@ -79,8 +82,8 @@ def _print_pairs(console: Console, pairs: Sequence[StudyPair]) -> None:
             console.print(f"\n{table.title}")
             console.print(_pair_table(table, letter))
         console.print()
-        notes = wording.pair_notes(pair) if pair.matches else []
-        for text in (wording.pair_headline(pair), *notes):
+        notes = pair_notes(pair) if pair.matches else []
+        for text in (pair_headline(pair), *notes):
             console.print(paragraph(text, console))
         for lead, text in (*differences(pair), *unmatched(pair)):
             console.print(paragraph(f"{lead} {text}", console))
@@ -127,11 +130,11 @@ def _print_significance(
     for one in tests:
         is_shown = one.name.startswith("time per") or one.difference.has_interval
         if is_shown and one.other in named:
-            text = wording.format_difference(one.difference)
+            text = format_difference(one.difference)
             console.print(f"A against {named[one.other]}, {one.name}: {text}")
     if len(groups) > MOST_TESTED:
         console.print(f"{len(groups) - MOST_TESTED} more on the page that --html writes")
-    if note := wording.interval_note([one.difference for one in tests]):
+    if note := interval_note([one.difference for one in tests]):
         console.print(paragraph(note, console))
 
 

@@ -18,7 +18,7 @@ from paceline.profiler import POST_MORTEM_FILE
 from paceline.profiler.collection import read_so_far
 from paceline.records import RunFolder, open_record
 from paceline.report import post_mortem_text
-from paceline.report.script_wording import account
+from paceline.report.wording.scripts import account
 
 FINDINGS_SECONDS = 5.0
 """Interval at which the records of a running script are analyzed."""

@@ -1,6 +1,6 @@
 """What slows down a profiled script, with the figure that shows it and the line to change.
 
-Findings are data; report/script_wording.py phrases them. The most expensive comes first. A rule
+Findings are data; report/scripts.py phrases them. The most expensive comes first. A rule
 that has no evidence in the records finds nothing.
 """
 

@@ -24,7 +24,6 @@ from paceline.analysis.repeats import evaluation_curve, training_loss_curve
 from paceline.analysis.run_group import RunGroup
 from paceline.analysis.sampling_order import MAX_SAMPLES, SamplingOrder, sampling_order
 from paceline.analysis.validation import is_number
-from paceline.report.bottleneck_wording import listed
 from paceline.report.charts.lines import LineChart, Series
 from paceline.report.document import Block, Details, Figure, Table, Tabs
 from paceline.report.sections.common import (
@@ -39,7 +38,7 @@ from paceline.report.sections.common import (
     section,
     table,
 )
-from paceline.report.wording import accuracy_note
+from paceline.report.wording.differences import accuracy_note
 
 AXES = {
     "iteration": ("iteration", "", "by iteration"),
@@ -222,7 +221,7 @@ def _views_notes(groups: Sequence[RunGroup]) -> Iterator[str]:
     """State which configurations average predictions over several views of a test image."""
     for views in sorted({group.settings.get("eval_views") or 1 for group in groups} - {1}):
         labels = [group.label for group in groups if group.settings.get("eval_views") == views]
-        names = "" if len(labels) == len(groups) else f" of {listed(labels, most=4)}"
+        names = "" if len(labels) == len(groups) else f" of {formatting.listed(labels)}"
         yield f"Predictions{names} are averaged over {views} views of each test image."
 
 

@@ -22,7 +22,7 @@ from paceline.report.sections.common import (
 )
 from paceline.report.sections.timing import first_iteration_note
 from paceline.report.summary import describe_restart, shows_numerics
-from paceline.report.wording import run_cause, world_sizes_text
+from paceline.report.wording.runs import run_cause, world_sizes_text
 
 MAX_REPEATS = 500
 """Rows in the table of repeats."""

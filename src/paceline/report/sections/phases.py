@@ -23,7 +23,6 @@ from paceline.analysis.phases import (
 from paceline.analysis.ranking import rank_by_step_time
 from paceline.analysis.run_group import RunGroup, scales_to_samples
 from paceline.measure.startup import NEGLIGIBLE_SECONDS
-from paceline.report.bottleneck_wording import NEGLIGIBLE, division
 from paceline.report.charts.bars import Bar, BarChart, Part, draw_bars
 from paceline.report.document import Block, Figure, Text
 from paceline.report.sections.common import (
@@ -35,6 +34,7 @@ from paceline.report.sections.common import (
     table,
 )
 from paceline.report.summary import sampled_text, unrecorded_text
+from paceline.report.wording.bottlenecks import NEGLIGIBLE, division
 
 MAX_RANK_BARS = 16
 MAX_EXPLAINED = 8

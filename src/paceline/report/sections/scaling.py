@@ -40,16 +40,10 @@ from paceline.report.sections.common import (
     table,
 )
 from paceline.report.sections.phases import NOT_MEASURED
-from paceline.report.wording import (
-    accuracy_note,
-    beside_exact,
-    efficiency_text,
-    explanation_text,
-    format_difference,
-    interval_note,
-    ranking_headline,
-    speedup_interval,
-)
+from paceline.report.wording.differences import accuracy_note, format_difference, interval_note
+from paceline.report.wording.findings import explanation_text
+from paceline.report.wording.headline import beside_exact, ranking_headline
+from paceline.report.wording.scaling import efficiency_text, speedup_interval
 
 KIND_TEXTS = {
     "strong": "the global batch stays the same, each worker gets less of it",

@@ -9,7 +9,7 @@ from paceline.analysis.script import findings as found
 from paceline.analysis.script.findings import ScriptFinding
 from paceline.analysis.script.profile import Line
 from paceline.analysis.script.slow_rank import SlowRank, WaitsForCore
-from paceline.report.bottleneck_wording import shares_text
+from paceline.report.wording.bottlenecks import shares_text
 
 SUBJECTS: dict[type, str] = {
     SlowRank: "Straggler",
@@ -37,6 +37,37 @@ def subject(one: ScriptFinding) -> str:
 
 def sentence(one: ScriptFinding) -> str:
     """What was measured."""
+    match one:
+        case SlowRank() | WaitsForCore() | found.Imbalance():
+            return _unequal_ranks(one)
+        case found.NoLoaderWorkers() | found.SlowInput():
+            return _slow_input(one)
+        case found.BlockingCall() | found.BlockingCopy():
+            return _blocking(one)
+        case found.SmallBuckets() | found.NeedlessSearch():
+            return _inefficient_exchange(one)
+        case found.TooManyThreads():
+            return (
+                f"{one.ranks} ranks with {one.threads} threads each{_on(one.host)} share"
+                f" {one.cores} cores: threads wait for a core for {formatting.share(one.share)} of"
+                " the CPU time that they need."
+            )
+        case found.CheckpointStalls():
+            return (
+                f"{one.count} checkpoints block training for {formatting.seconds(one.seconds)}"
+                f" each, {formatting.share(one.share)} of the time{_at(one.line)}."
+            )
+        case found.GrowingMemory():
+            return (
+                f"{'GPU memory' if one.is_gpu else 'memory'} of rank {one.rank} grew from"
+                f" {formatting.size(one.begin_bytes)} to {formatting.size(one.end_bytes)} in the"
+                f" second half of the run, by {formatting.size(one.bytes_per_step)} per step."
+            )
+        case found.StepBound():
+            return f"{shares_text(one.bottleneck)}."
+
+
+def _unequal_ranks(one: SlowRank | WaitsForCore | found.Imbalance) -> str:
     share = formatting.share(one.share)
     match one:
         case SlowRank():
@@ -53,31 +84,51 @@ def sentence(one: ScriptFinding) -> str:
                 f"rank {one.rank}{_on(one.host)} waits {formatting.seconds(one.queue_seconds)} per"
                 f" step for a core, and the others wait {share} of each step for it."
             )
+        case found.Imbalance():
+            return (
+                f"ranks wait {formatting.seconds(one.seconds)} per step for one another, {share} of"
+                " the step time, but none of them is always the slowest."
+            )
+
+
+def _slow_input(one: found.NoLoaderWorkers | found.SlowInput) -> str:
+    seconds, share = formatting.seconds(one.seconds), formatting.share(one.share)
+    match one:
         case found.NoLoaderWorkers():
             return (
-                f"each training process makes its batches itself, which takes"
-                f" {formatting.seconds(one.seconds)}, {share} of each step{_at(one.line)}."
+                f"each training process makes its batches itself, which takes {seconds}, {share} of"
+                f" each step{_at(one.line)}."
             )
         case found.SlowInput():
             return (
-                f"steps wait {formatting.seconds(one.seconds)} for a batch, {share} of the step"
-                f" time, with num_workers={one.workers}{_at(one.line)}."
+                f"steps wait {seconds} for a batch, {share} of the step time, with"
+                f" num_workers={one.workers}{_at(one.line)}."
             )
-        case found.BlockingCall():
-            return _blocking(one, share)
-        case found.BlockingCopy():
-            source = "from pageable memory" if one.is_pageable else "without non_blocking=True"
-            return (
-                f"copies to the GPU {source} block every step for"
-                f" {formatting.seconds(one.seconds)}, {share} of the step time, for"
-                f" {formatting.size(one.bytes)}{_at(one.line)}."
-            )
-        case found.TooManyThreads():
-            return (
-                f"{one.ranks} ranks with {one.threads} threads each{_on(one.host)} share"
-                f" {one.cores} cores: threads wait for a core for {share} of the CPU time that they"
-                " need."
-            )
+
+
+def _blocking(one: found.BlockingCall | found.BlockingCopy) -> str:
+    seconds, share = formatting.seconds(one.seconds), formatting.share(one.share)
+    if isinstance(one, found.BlockingCopy):
+        source = "from pageable memory" if one.is_pageable else "without non_blocking=True"
+        return (
+            f"copies to the GPU {source} block every step for {seconds}, {share} of the step time,"
+            f" for {formatting.size(one.bytes)}{_at(one.line)}."
+        )
+    times = "" if round(one.per_step, 1) == 1 else f" {one.per_step:.1f} times"
+    if one.is_costly:
+        return (
+            f"`{one.call}` is called{times} in every step and blocks it for {seconds}, {share} of"
+            f" the step time{_at(one.line)}."
+        )
+    return (
+        f"`{one.call}` is called{times} in every step{_at(one.line)}. It takes {seconds} here, but"
+        " on a GPU it waits for all queued work."
+    )
+
+
+def _inefficient_exchange(one: found.SmallBuckets | found.NeedlessSearch) -> str:
+    share = formatting.share(one.share)
+    match one:
         case found.SmallBuckets():
             what = "DDP exchanges" if one.is_ddp else "the script all-reduces"
             return (
@@ -90,37 +141,6 @@ def sentence(one: ScriptFinding) -> str:
                 f"DDP searches for unused parameters after every forward pass and finds none:"
                 f" {formatting.seconds(one.seconds)}, {share} of each step{_at(one.line)}."
             )
-        case found.Imbalance():
-            return (
-                f"ranks wait {formatting.seconds(one.seconds)} per step for one another, {share} of"
-                " the step time, but none of them is always the slowest."
-            )
-        case found.CheckpointStalls():
-            return (
-                f"{one.count} checkpoints block training for {formatting.seconds(one.seconds)}"
-                f" each, {share} of the time{_at(one.line)}."
-            )
-        case found.GrowingMemory():
-            return (
-                f"{'GPU memory' if one.is_gpu else 'memory'} of rank {one.rank} grew from"
-                f" {formatting.size(one.begin_bytes)} to {formatting.size(one.end_bytes)} in the"
-                f" second half of the run, by {formatting.size(one.bytes_per_step)} per step."
-            )
-        case found.StepBound():
-            return f"{shares_text(one.bottleneck)}."
-
-
-def _blocking(one: found.BlockingCall, share: str) -> str:
-    times = "" if round(one.per_step, 1) == 1 else f" {one.per_step:.1f} times"
-    if one.is_costly:
-        return (
-            f"`{one.call}` is called{times} in every step and blocks it for"
-            f" {formatting.seconds(one.seconds)}, {share} of the step time{_at(one.line)}."
-        )
-    return (
-        f"`{one.call}` is called{times} in every step{_at(one.line)}. It takes"
-        f" {formatting.seconds(one.seconds)} here, but on a GPU it waits for all queued work."
-    )
 
 
 def contention(core_waits: Sequence[float | None]) -> str:

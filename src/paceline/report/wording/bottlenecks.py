@@ -7,9 +7,6 @@ from collections.abc import Sequence
 from paceline import formatting
 from paceline.analysis.phases import Bottleneck, CommunicationCause, PhaseBreakdown
 
-NAMED = 4
-"""Configurations that a finding names one by one."""
-
 SHARES = {
     "compute": "compute",
     "communication": "exposed communication",
@@ -49,7 +46,7 @@ def shares_text(bottleneck: Bottleneck) -> str:
 
 def several_text(found: Sequence[Bottleneck]) -> str:
     first = found[0]
-    names = listed([one.label for one in found], NAMED)
+    names = formatting.listed([one.label for one in found])
     shares = [one.shares[first.main_share] for one in found]
     low, high = formatting.share(min(shares)), formatting.share(max(shares))
     span = low if low == high else f"{low} to {high}"
@@ -70,8 +67,3 @@ def _communication_cause(cause: CommunicationCause) -> str:
     if cause.cores is not None:
         return f"CPU contention: {cause.threads} threads of the workers share {cause.cores:g} cores"
     return "scheduling or communication software, not the link"
-
-
-def listed(names: Sequence[str], most: int) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return "; ".join(names[:most]) + more
