@@ -278,12 +278,12 @@ def test_strategies_that_cannot_be_planned_are_skipped_with_a_note(
         (["{root}", "--model", "vgg11"], "--model vgg11: there are runs of lenet only"),
         (["{root}", "--json", "no/such/plan.json"], "--json: no such folder: no/such"),
         (["{root}", "--html", "no/such/plan.html"], "--html: no such folder: no/such"),
-        (["{root}", "--against", "{root}/missing"], "is not a folder"),
+        (["{root}", "--against", "{root}/missing"], "missing does not exist: give a run"),
         (
             ["{root}", "--workers", "128"],
             "a batch of 64 has no sample for some of 128 workers: choose fewer --workers",
         ),
-        (["{root}/missing"], "is not a folder"),
+        (["{root}/missing"], "missing does not exist: give a run"),
         (["{root}/one-16"], "compute time with other batches than 16 samples per worker is not"),
         (["{root}/comm.json"], "cannot plan: there is no run: add one with one worker"),
         (["{root}/one-16/result.json"], "neither a record of `paceline comm` nor a calibration"),
@@ -402,3 +402,29 @@ def test_foreign_records_are_one_line(
     assert main(["plan", str(root), str(path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ({"nodes": None}, "None is not of type int"),
+        ({"workers": 1}, "collectives must have two or more workers"),
+        ({"measurements": [{"operation": "all_reduce"}]}, "algorithm is missing"),
+        ({"measurements": 5}, "a list is missing"),
+        ({"cluster": {"asked": [1e9]}}, "an object is missing"),
+        ({"codecs": [{"codec": "bf16", "workers": 2}]}, "bytes is missing"),
+        (
+            {"codecs": [{"codec": "bf16", "workers": 2, "bytes": 4, "samples_seconds": []}]},
+            "codecs",
+        ),
+    ],
+)
+def test_damaged_comm_records_are_one_line(
+    root: Path, capsys: pytest.CaptureFixture[str], damage: dict[str, Any], message: str
+) -> None:
+    path = root / "comm.json"
+    write_json(path, {**json.loads(path.read_text()), **damage})
+    assert main(["plan", str(root)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"paceline: error: {path} is damaged: {message}")
+    assert line.endswith(": measure again with `paceline comm --json`")

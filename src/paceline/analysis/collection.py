@@ -135,7 +135,8 @@ def _config_damage(run: Run) -> list[str]:
 def _collect(path: Path | str) -> RunCollection:
     root = Path(path).resolve()
     if not root.is_dir():
-        raise RecordsError(f"{path} is not a folder: give a run, a folder of runs or a study")
+        problem = "is not a folder" if root.exists() else "does not exist"
+        raise RecordsError(f"{path} {problem}: give a run, a folder of runs or a study")
     if StudyFolder.is_study(root):
         return _study(StudyFolder(root))
     if _is_run(root):

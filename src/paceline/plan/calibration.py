@@ -86,6 +86,13 @@ class CollectiveTiming:
         """Latency and bandwidth with their errors; None if the times do not rise with the size."""
         return fit([Point(point.size_bytes, point.seconds) for point in self.points])
 
+    def problems(self) -> Iterator[str]:
+        """Values that no measurement has."""
+        if self.workers < 2 or not 1 <= self.hosts <= self.workers:
+            yield "collectives must have two or more workers and at least one host"
+        if any(not point.seconds or min(point.seconds) <= 0 for point in self.points):
+            yield "collectives must have samples above 0"
+
 
 @dataclass(frozen=True, slots=True)
 class CodecTiming:
@@ -95,6 +102,11 @@ class CodecTiming:
     workers: int
     """That the payloads are decoded of."""
     points: tuple[SizePoint, ...]
+
+    def problems(self) -> Iterator[str]:
+        """Values that no measurement has."""
+        if any(not point.seconds or min(point.seconds) < 0 for point in self.points):
+            yield "codecs must have samples"
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,13 +246,9 @@ class Calibration:
             if set(point.phases) != set(COMPUTE_PHASES):
                 yield f"compute points must have the phases {', '.join(COMPUTE_PHASES)}"
         for timing in self.collectives:
-            if timing.workers < 2 or not 1 <= timing.hosts <= timing.workers:
-                yield "collectives must have two or more workers and at least one host"
-            if any(not point.seconds or min(point.seconds) <= 0 for point in timing.points):
-                yield "collectives must have samples above 0"
+            yield from timing.problems()
         for codec in self.codec_timings:
-            if any(not point.seconds or min(point.seconds) < 0 for point in codec.points):
-                yield "codecs must have samples"
+            yield from codec.problems()
 
 
 _HEADER = ("schema", "kind", "version")
@@ -284,4 +292,8 @@ def _parse_dataclass(kind: type, value: Any) -> Any:
     unknown = next((name for name in value if name not in hints), None)
     if unknown is not None:
         raise ValueError(f"{kind.__name__} has no {unknown}")
+    for each in dataclasses.fields(kind):
+        is_required = each.default is each.default_factory is dataclasses.MISSING
+        if is_required and each.name not in value:
+            raise ValueError(f"{each.name} of {kind.__name__} is missing")
     return kind(**{name: parse(hints[name], each) for name, each in value.items()})

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal, TypeVar
 
 from paceline.errors import RecordsError
-from paceline.plan.calibration import CodecTiming, CollectiveTiming, SizePoint
+from paceline.plan.calibration import CodecTiming, CollectiveTiming, SizePoint, parse
 from paceline.plan.links import Link
+
+Values = Mapping[str, Any]
+Entries = tuple[Values, ...]
+Timing = TypeVar("Timing", CollectiveTiming, CodecTiming)
 
 
 def comm_timings(record: Mapping[str, Any], name: str) -> list[CollectiveTiming]:
@@ -17,39 +22,62 @@ def comm_timings(record: Mapping[str, Any], name: str) -> list[CollectiveTiming]
             f"{name} is neither a record of `paceline comm` nor a calibration: give runs, comm"
             " records or a calibration"
         )
-    try:
-        hosts, workers = int(record["nodes"]), int(record["workers"])
+    cases: dict[tuple[str, str, str], list[SizePoint]] = {}
+    with _reading(name):
+        hosts, workers = parse(int, record["nodes"]), parse(int, record["workers"])
         link = _comm_link(record) if hosts > 1 else None
-        cases: dict[tuple[str, str, str], list[SizePoint]] = {}
-        for one in record["measurements"]:
-            key = one["operation"], one["communicator"], one["algorithm"]
-            samples = tuple(float(each) for each in one["samples_seconds"])
-            cases.setdefault(key, []).append(SizePoint(int(one["bytes"]), samples))
-    except (KeyError, TypeError, ValueError) as error:
-        raise RecordsError(f"{name} is damaged: {error!r}") from None
+        for one in parse(Entries, record["measurements"]):
+            operation, algorithm = parse(str, one["operation"]), parse(str, one["algorithm"])
+            key = operation, parse(str, one["communicator"]), algorithm
+            cases.setdefault(key, []).append(_point(one))
     own_gpus = record.get("tensors") == "own GPUs"
-    return [
+    timings = [
         CollectiveTiming(
             backend_of(communicator, hosts, own_gpus), operation, algorithm, workers, hosts, link,
             tuple(points),
         )
         for (operation, communicator, algorithm), points in cases.items()
     ]  # fmt: skip
+    return _checked(timings, name)
 
 
 def codec_timings(record: Mapping[str, Any], name: str) -> list[CodecTiming]:
     """The codecs of a `paceline comm --codecs --json` file."""
     cases: dict[tuple[str, int], list[SizePoint]] = {}
-    try:
-        for one in record.get("codecs", ()):
-            samples = tuple(float(each) for each in one["samples_seconds"])
-            points = cases.setdefault((str(one["codec"]), int(one["workers"])), [])
-            points.append(SizePoint(int(one["bytes"]), samples))
-    except (KeyError, TypeError, ValueError) as error:
-        raise RecordsError(f"{name} is damaged: {error!r}") from None
-    return [
+    with _reading(name):
+        for one in parse(Entries, record.get("codecs", ())):
+            key = parse(str, one["codec"]), parse(int, one["workers"])
+            cases.setdefault(key, []).append(_point(one))
+    timings = [
         CodecTiming(codec, workers, tuple(points)) for (codec, workers), points in cases.items()
     ]
+    return _checked(timings, name)
+
+
+def _point(one: Mapping[str, Any]) -> SizePoint:
+    return SizePoint(parse(int, one["bytes"]), parse(tuple[float, ...], one["samples_seconds"]))
+
+
+@contextmanager
+def _reading(name: str) -> Iterator[None]:
+    """RecordsError for values that are missing or of another type."""
+    try:
+        yield
+    except KeyError as error:
+        raise _damaged(name, f"{error.args[0]} is missing") from None
+    except (TypeError, ValueError) as error:
+        raise _damaged(name, str(error)) from None
+
+
+def _checked(timings: list[Timing], name: str) -> list[Timing]:
+    for timing in timings:
+        for problem in timing.problems():
+            raise _damaged(name, problem)
+    return timings
+
+
+def _damaged(name: str, problem: str) -> RecordsError:
+    return RecordsError(f"{name} is damaged: {problem}: measure again with `paceline comm --json`")
 
 
 def backend_of(
@@ -62,10 +90,12 @@ def backend_of(
 
 def _comm_link(record: Mapping[str, Any]) -> Link | None:
     """The nominal link, from the emulated cluster or --link."""
-    asked = (record.get("cluster") or {}).get("asked") or {}
-    rates = [asked.get("bandwidth_bits_per_second"), *asked.get("bandwidth_of", {}).values()]
-    known = [float(rate) for rate in rates if rate is not None]
+    cluster = parse(Values, record.get("cluster") or {})
+    asked = parse(Values, cluster.get("asked") or {})
+    of_nodes = parse(Values, asked.get("bandwidth_of") or {})
+    rates = [asked.get("bandwidth_bits_per_second"), *of_nodes.values()]
+    known = [parse(float, rate) for rate in rates if rate is not None]
     if known:
-        return Link(min(known), float(asked.get("latency_seconds") or 0.0))
-    rate = record.get("plan", {}).get("link_bits_per_second")
-    return Link(float(rate)) if rate else None
+        return Link(min(known), parse(float, asked.get("latency_seconds") or 0.0))
+    rate = parse(Values, record.get("plan", {})).get("link_bits_per_second")
+    return Link(parse(float, rate)) if rate else None
