@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from paceline.config import RunConfig
 from paceline.data.loading import load_dataset
 from paceline.models.build import GroupedModel, build_model
+from paceline.training.gpu.precision import autocast
 from paceline.training.loss import cross_entropy
-from paceline.training.precision import autocast
 
 SCRIPT = Path(__file__).parent / "peer_scripts" / "train_gpt.py"
 PEAK_FLOPS = 989e12

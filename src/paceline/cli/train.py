@@ -14,7 +14,7 @@ from paceline.errors import ERROR_PREFIX, StoppedError
 from paceline.launch import environment
 from paceline.measure.startup import begin_command, importing
 from paceline.records import RunFolder
-from paceline.training import cuda_context
+from paceline.training.gpu import cuda_context
 
 SUMMARY = "train a model and record metrics"
 

@@ -155,7 +155,7 @@ class Communicator(ABC):
         return None if self.world_size == 1 else "the workers communicate through the CPU"
 
     def replay_observers(self) -> list[Any]:
-        """Return what has to know about captures and replays (training/cuda_graph.py)."""
+        """Return what has to know about captures and replays (training/gpu/cuda_graph.py)."""
         return [self.traffic]
 
     @abstractmethod

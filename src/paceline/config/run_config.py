@@ -526,7 +526,7 @@ class RunConfig:
     @property
     def is_channels_last(self) -> bool:
         """Whether a worker uses the channels-last memory format; `auto` must be resolved before."""
-        assert self.channels_last != "auto", "training/precision.py resolves it"
+        assert self.channels_last != "auto", "training/gpu/precision.py resolves it"
         return self.channels_last == "on"
 
     @property

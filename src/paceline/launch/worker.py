@@ -47,10 +47,10 @@ from paceline.measure.sampler import ResourceSampler
 from paceline.measure.startup import StartupTimer
 from paceline.records import RunFolder, read_json
 from paceline.strategies import create_strategy
-from paceline.training import cuda_context
 from paceline.training.checkpoint import Checkpoint, CheckpointStore
 from paceline.training.device import choose_device, threads_of
 from paceline.training.display import open_display
+from paceline.training.gpu import cuda_context
 from paceline.training.rank_report import RankReport
 from paceline.training.run_state import check_fits
 from paceline.training.trainer import Prepared, RankContext, check_work_is_left, prepare, run_worker

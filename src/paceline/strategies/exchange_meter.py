@@ -2,7 +2,7 @@
 
 On a GPU, the times of a step are marks, which are known only after the GPU has passed them. Steps
 are therefore accounted for later, so that the program can continue to submit work. The marks of a
-captured step (training/cuda_graph.py) are recorded again by each replay, and each replay is
+captured step (training/gpu/cuda_graph.py) are recorded again by each replay, and each replay is
 accounted for like a step.
 """
 

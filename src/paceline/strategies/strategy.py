@@ -130,7 +130,7 @@ class Strategy:
         self.replica.discard_step()
 
     def replay_observers(self) -> list[Any]:
-        """Return what has to know about captures and replays (training/cuda_graph.py)."""
+        """Return what has to know about captures and replays (training/gpu/cuda_graph.py)."""
         return self.replica.communicator.replay_observers()
 
     def synchronize(self) -> None:

@@ -17,7 +17,7 @@ from paceline.data.resident import ResidentEvaluationPipeline, evaluation_pipeli
 from paceline.data.sampling import shard_bounds
 from paceline.strategies.replica import Replica, synchronize_buffers
 from paceline.strategies.strategy import Strategy
-from paceline.training.cuda_graph import GraphCache
+from paceline.training.gpu.cuda_graph import GraphCache
 from paceline.training.loss import loss_of
 from paceline.training.metrics import Metrics
 from paceline.training.views import averaged_over_views

@@ -21,7 +21,7 @@ from paceline.measure.memory import WorkerMemory
 from paceline.strategies.replica import Replica
 from paceline.strategies.strategy import Strategy
 from paceline.training.coordination import StepCoordinator
-from paceline.training.cuda_graph import GraphCache
+from paceline.training.gpu.cuda_graph import GraphCache
 from paceline.training.loss import loss_of
 from paceline.training.optimizer import learning_rate, set_learning_rate
 

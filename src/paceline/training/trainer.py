@@ -50,24 +50,25 @@ from paceline.strategies.replica import Replica
 from paceline.strategies.strategy import Strategy
 from paceline.strategies.sync_batch_norm import convert_sync_batch_norm
 from paceline.training import run_state
-from paceline.training.batch_norm import use_fast_batch_norm
 from paceline.training.checkpoint import Checkpoint, CheckpointStore
 from paceline.training.coordination import StepCoordinator, noise_meter
-from paceline.training.cuda_graph import (
+from paceline.training.device import choose_device, computing, side_stream
+from paceline.training.display import Display
+from paceline.training.evaluation import Evaluator
+from paceline.training.gpu.batch_norm import use_fast_batch_norm
+from paceline.training.gpu.cuda_graph import (
     CaptureReport,
     CudaGraphBackend,
     GraphCache,
     capture_obstacle,
     settings_obstacle,
 )
-from paceline.training.device import choose_device, computing, side_stream
-from paceline.training.display import Display
-from paceline.training.evaluation import Evaluator
+from paceline.training.gpu.precision import Choice, GpuStepTimer, autocast, resolve
+from paceline.training.gpu.step_times import describe_step, remembered
 from paceline.training.loop import StopRequest, TrainingLoop
 from paceline.training.loss import Loss, loss_of
 from paceline.training.metrics import Metrics
 from paceline.training.optimizer import build_optimizer
-from paceline.training.precision import Choice, GpuStepTimer, autocast, resolve
 from paceline.training.rank_report import (
     RankReport,
     RunTotals,
@@ -78,7 +79,6 @@ from paceline.training.rank_report import (
 from paceline.training.run_logger import RunLogger
 from paceline.training.run_state import Progress
 from paceline.training.step import TrainStep
-from paceline.training.step_times import describe_step, remembered
 
 
 @dataclass(slots=True)

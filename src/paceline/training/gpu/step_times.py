@@ -21,7 +21,7 @@ from torch import nn
 from paceline.config import RunConfig
 from paceline.measure.machine import installed_version
 from paceline.records import write_json
-from paceline.training.precision import Format, Measure, Measurement, microbatch_samples
+from paceline.training.gpu.precision import Format, Measure, Measurement, microbatch_samples
 
 
 def default_path() -> Path:

@@ -21,11 +21,12 @@ from paceline.data.loading import load_dataset
 from paceline.launch import launcher
 from paceline.models.build import build_model
 from paceline.records import RunFolder, numerics_text
-from paceline.training import precision, run_state
+from paceline.training import run_state
 from paceline.training.checkpoint import newest_checkpoint
-from paceline.training.cuda_graph import CudaGraphBackend
 from paceline.training.device import side_stream
-from paceline.training.precision import (
+from paceline.training.gpu import precision
+from paceline.training.gpu.cuda_graph import CudaGraphBackend
+from paceline.training.gpu.precision import (
     Choice,
     Format,
     GpuStepTimer,

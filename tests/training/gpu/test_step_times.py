@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from paceline.config import from_mapping
-from paceline.training.precision import Format, Measurement
-from paceline.training.step_times import describe_step, remembered
+from paceline.training.gpu.precision import Format, Measurement
+from paceline.training.gpu.step_times import describe_step, remembered
 
 FORMATS = [Format("fp32"), Format("bf16"), Format("bf16", channels_last=True)]
 

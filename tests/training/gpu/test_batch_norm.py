@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.training.batch_norm import FastBatchNorm2d, use_fast_batch_norm
+from paceline.training.gpu.batch_norm import FastBatchNorm2d, use_fast_batch_norm
 
 SHAPES = [
     (16, 64, 8, 8),

@@ -28,7 +28,7 @@ from paceline.data.sampling import rank_shard
 from paceline.errors import error_line
 from paceline.models.build import seeded
 from paceline.records import format_name
-from paceline.training.cuda_graph import GraphBackend
+from paceline.training.gpu.cuda_graph import GraphBackend
 from paceline.training.loss import loss_of
 
 MIN_GAIN = 0.05

@@ -103,7 +103,7 @@ class _BatchNorm(torch.autograd.Function):
         eps: float,
         momentum: float,
     ) -> Tensor:
-        from paceline.training import batch_norm_kernels as kernels
+        from paceline.training.gpu import batch_norm_kernels as kernels
 
         work = _Work(x)
         mean, invstd = torch.empty_like(weight), torch.empty_like(weight)
@@ -124,7 +124,7 @@ class _BatchNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        from paceline.training import batch_norm_kernels as kernels
+        from paceline.training.gpu import batch_norm_kernels as kernels
 
         x, weight, mean, invstd = context.saved_tensors
         dy = gradients[0].contiguous(memory_format=torch.channels_last)

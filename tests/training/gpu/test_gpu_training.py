@@ -12,8 +12,8 @@ import torch
 from paceline.config import from_mapping
 from paceline.launch import launcher
 from paceline.records import Result, RunFolder
-from paceline.training.cuda_graph import CudaGraphBackend
 from paceline.training.device import side_stream
+from paceline.training.gpu.cuda_graph import CudaGraphBackend
 from paceline.training.step import TrainStep
 from tests.training.test_resume import PowerCut, power_cut_at, result_of
 

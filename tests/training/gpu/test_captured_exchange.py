@@ -13,7 +13,7 @@ from paceline.comm.communicator import Communicator
 from paceline.comm.in_process import single
 from paceline.measure.phase_clock import CudaPhaseClock, PhaseClock, clock_for
 from paceline.strategies import create_strategy
-from paceline.training.cuda_graph import CudaGraphBackend, GraphCache
+from paceline.training.gpu.cuda_graph import CudaGraphBackend, GraphCache
 from tests.strategies.test_overlap_measurement import AloneAsTwo
 from tests.support import odd_shapes as odd
 from tests.support import toy_replicas as toy

@@ -39,16 +39,16 @@ from paceline.models.build import GroupedModel, build_model
 from paceline.strategies import create_strategy
 from paceline.strategies.replica import Replica
 from paceline.training.coordination import StepCoordinator
-from paceline.training.cuda_graph import (
+from paceline.training.evaluation import Evaluator
+from paceline.training.gpu.cuda_graph import (
     COPIES,
     MAX_FUNCTIONS,
     CudaGraphBackend,
     GraphCache,
     capture_obstacle,
 )
-from paceline.training.evaluation import Evaluator
+from paceline.training.gpu.precision import autocast
 from paceline.training.optimizer import build_optimizer, keep_rate_on_device
-from paceline.training.precision import autocast
 from paceline.training.rank_report import weights_sha256
 from paceline.training.step import TrainStep
 from tests.support import toy_replicas as toy

@@ -11,7 +11,7 @@ import pytest
 
 from paceline.cli.train import _trains_in_this_process
 from paceline.config import from_mapping
-from paceline.training import cuda_context
+from paceline.training.gpu import cuda_context
 
 SOURCE = """
 #include <stdio.h>
@@ -76,7 +76,7 @@ def test_without_a_driver_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_context_needs_no_torch() -> None:
     program = (
-        "import sys; from paceline.training import cuda_context;"
+        "import sys; from paceline.training.gpu import cuda_context;"
         "cuda_context.create_in_background(); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
