@@ -45,7 +45,7 @@ from paceline.plan.advice import advise
 from paceline.plan.calibration import Calibration
 from paceline.plan.comm_records import codec_timings, comm_timings
 from paceline.plan.links import Link
-from paceline.plan.measurement import COMM, FEWEST_STEPS, READY_TIMES, ShortRuns
+from paceline.plan.measurement import COMM, FEWEST_PERIODS, READY_TIMES, ShortRuns, run_steps
 from paceline.plan.option_variants import EXACT_STRATEGIES
 from paceline.plan.prediction import Predictor, Target
 from paceline.plan.run_calibration import calibrate
@@ -133,7 +133,6 @@ class Measurer:
             **COMM,
             "algorithms": "library,ring",
             "sizes": "1k,32k,256k,2m",
-            "seconds": "0.1",
             "codecs": ",".join(CODECS),
         }
         machines = {"cluster": cluster, "threads": 1}
@@ -150,9 +149,14 @@ class Measurer:
     def _calibration(self, folder: Path, model: str) -> dict[str, Any]:
         """Compute times are measured once for all links."""
         spent = {1: 0.0, 2: 0.0}
+        step_seconds = 0.0
+        """Of the last run, which the next one resembles."""
 
         def train(nodes: int, link: str, own: Mapping[str, Any], batch: int) -> Path:
-            run, seconds = self._train(folder, link, model, nodes, own, batch, FEWEST_STEPS)
+            nonlocal step_seconds
+            steps = run_steps(step_seconds, FEWEST_PERIODS)
+            run, seconds = self._train(folder, link, model, nodes, own, batch, steps)
+            step_seconds = open_run(run).iteration_seconds or 0.0
             spent[nodes] += seconds
             return run
 

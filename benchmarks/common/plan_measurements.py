@@ -28,7 +28,14 @@ from paceline.analysis.contention import other_processes_share
 from paceline.analysis.run import open_run
 from paceline.plan.calibration import Calibration, ComputePoint
 from paceline.plan.comm_records import comm_timings
-from paceline.plan.measurement import COMM, READY_TIMES, ShortRuns
+from paceline.plan.measurement import (
+    COMM,
+    FEWEST_PERIODS,
+    READY_TIMES,
+    RUN_SECONDS,
+    ShortRuns,
+    run_steps,
+)
 from paceline.plan.prediction import Predictor, Target
 from paceline.plan.run_calibration import calibrate, measured_run
 
@@ -55,11 +62,8 @@ BATCH_SIZE = 192
 """Global, so that all workers have equal shares."""
 LOCAL_BATCHES = (24, 48, 64, 96)
 """Of the runs of one worker: the shares of 8, 4, 3 and 2 workers."""
-PERIOD = 8
-"""Of local_sgd: runs have one step more than a multiple of it, because the first does not count."""
-FEWEST_PERIODS, MOST_PERIODS = 2, 6
-RUN_SECONDS = 1.5
-"""Of the steps of a run, if the number of periods allows it."""
+MOST_PERIODS = 6
+"""Of the steps of a run."""
 ATTEMPTS = 3
 COMM_SIZES = "256,4k,16k,64k,256k,1m,2m"
 
@@ -139,13 +143,6 @@ def _rounded(value: Any) -> Any:
     return [*map(_rounded, value)] if isinstance(value, list | tuple) else value
 
 
-def _steps(step_seconds: float) -> int:
-    """Long steps vary less, and fewer of them suffice."""
-    fewest = 1 if step_seconds > RUN_SECONDS / PERIOD else FEWEST_PERIODS
-    periods = round(RUN_SECONDS / step_seconds / PERIOD)
-    return min(max(periods, fewest), MOST_PERIODS) * PERIOD + 1
-
-
 def run_settings(
     job: Mapping[str, Any], machines: Mapping[str, Any], batch: int, steps: int
 ) -> dict[str, Any]:
@@ -222,10 +219,10 @@ class Measurer:
         wanted += [(2, READY_TIMES, BATCH_SIZE)]
         runs = folder / "runs"
         runs.mkdir()
-        steps = FEWEST_PERIODS * PERIOD + 1
+        steps = run_steps(0.0, FEWEST_PERIODS)
         for workers, settings, batch in wanted:
             run = self._train(folder / "all", link, model, workers, settings, batch, steps)
-            steps = _steps(open_run(run).iteration_seconds or RUN_SECONDS)
+            steps = run_steps(open_run(run).iteration_seconds or RUN_SECONDS, MOST_PERIODS)
             run.rename(runs / run.name)
         found = calibrate([str(runs)])
         busy = [other_processes_share(run) or 0.0 for run in collect(runs).runs]
@@ -247,11 +244,11 @@ class Measurer:
     def _expected_steps(self, link: str, model: str, workers: int, strategy: str) -> int:
         self._out.read()
         if not self._out.has_calibration(link, model):
-            return FEWEST_PERIODS * PERIOD + 1
+            return run_steps(0.0, FEWEST_PERIODS)
         predictor = self._out.predictor(link, model)
         run = predictor.calibration.runs[0]
         target = Target(strategy, workers, BATCH_SIZE, link=run.link, backend=run.backend)
-        return _steps(predictor.predict(target).step_seconds.median)
+        return run_steps(predictor.predict(target).step_seconds.median, MOST_PERIODS)
 
     def _train(
         self,

@@ -23,7 +23,7 @@ def test_a_job_is_measured_and_planned(tmp_path: Path, monkeypatch: pytest.Monke
     found = calibrate([str(out)])
     assert [point.samples for point in found.compute] == [12, 24, 48]
     assert {(run.strategy, run.workers) for run in found.runs} == {("ring", 2), ("overlap", 2)}
-    assert all(len(steps) == measurement.FEWEST_STEPS - 1 for steps in found.residuals)
+    assert all(len(steps) == measurement.PERIOD for steps in found.residuals)
     assert found.activation_bytes_per_sample is not None
     kinds = {(each.operation, each.algorithm, each.backend) for each in found.collectives}
     assert ("all_reduce", "ring", "gloo") in kinds
@@ -37,6 +37,14 @@ def test_a_job_is_measured_and_planned(tmp_path: Path, monkeypatch: pytest.Monke
         (1, "single"), (2, "ring"), (4, "ring"),
     ]  # fmt: skip
     assert not any(each["extrapolated"] for each in predictions)
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "steps"),
+    [(0.0, 201), (0.001, 201), (0.01, 153), (0.1, 17), (1.0, 9), (100.0, 9)],
+)
+def test_a_run_has_whole_periods_besides_its_first_step(step_seconds: float, steps: int) -> None:
+    assert measurement.run_steps(step_seconds) == steps
 
 
 @pytest.mark.parametrize(

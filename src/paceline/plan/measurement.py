@@ -25,8 +25,10 @@ from paceline.study.clusters import StudyClusters
 from paceline.study.runner import CellProcess, last_error_line, train_argv
 
 RUN_SECONDS = 1.5
-FEWEST_STEPS, MOST_STEPS = 17, 201
-"""One more than a multiple of the local steps of local_sgd, because the first does not count."""
+"""Of the steps of a run, if the number of periods allows it."""
+PERIOD = 8
+"""Local steps of local_sgd."""
+FEWEST_PERIODS, MOST_PERIODS = 2, 25
 PILOT_STEPS = 5
 SMALLEST_SHARE = 16
 """The smallest measured batch is that of this many workers."""
@@ -39,9 +41,21 @@ COMM = {
     "sizes": "1k,16k,128k,1m,8m",
     "seconds": "0.2",
     "most_seconds": "0.5",
-    # Operations without pauses can use up the CPU quota of emulated nodes.
-    "pause": "0.02",
+    # Without pauses, operations use up the CPU quota of emulated nodes and the bursts of their
+    # links. Long ones leave time for few samples of small operations, which vary the most.
+    "pause": "0.005",
 }
+
+
+def run_steps(step_seconds: float, most_periods: int = MOST_PERIODS) -> int:
+    """Steps of a run: whole periods, and one more because the first step does not count.
+
+    Long steps vary less, so one period of them suffices.
+    """
+    seconds = max(step_seconds, 1e-6)
+    fewest = 1 if seconds > RUN_SECONDS / PERIOD else FEWEST_PERIODS
+    periods = round(RUN_SECONDS / seconds / PERIOD)
+    return min(max(periods, fewest), most_periods) * PERIOD + 1
 
 
 class ShortRuns:
@@ -125,24 +139,19 @@ def measure_job(
         pilot = train("pilot", PILOT_STEPS, batch_size=batch_size, **single)
         shutil.rmtree(out / "pilot")  # too short for a calibration
         for batch in batches:
-            steps = _steps(pilot * max(batch / batch_size, 0.25))
+            steps = run_steps(pilot * max(batch / batch_size, 0.25))
             train(f"one-worker-{batch}", steps, batch_size=batch, **single)
         for strategy in strategies:
             _tell(f"measuring {strategy} with two workers")
             name = f"two-workers-{strategy}"
-            train(name, _steps(pilot), strategy=strategy, batch_size=batch_size, **two)
+            train(name, run_steps(pilot), strategy=strategy, batch_size=batch_size, **two)
         _tell("measuring when gradients are ready")
-        train("ready-times", FEWEST_STEPS, **READY_TIMES, batch_size=batch_size, **two)
+        steps = run_steps(pilot, FEWEST_PERIODS)
+        train("ready-times", steps, **READY_TIMES, batch_size=batch_size, **two)
         _tell("measuring collectives between two workers")
         machines = {key: base[key] for key in ("threads", "cluster") if key in base} | two
         selection = {**COMM, "codecs": ",".join(codecs)} if codecs else COMM
         runs.comm(out / "comm.json", machines, **selection)
-
-
-def _steps(step_seconds: float) -> int:
-    """As many as take about RUN_SECONDS."""
-    wanted = round(RUN_SECONDS / max(step_seconds, 1e-6))
-    return min(max(wanted // 8 * 8 + 1, FEWEST_STEPS), MOST_STEPS)
 
 
 def _tell(text: str) -> None:
