@@ -43,6 +43,9 @@ LOW, HIGH = 0.1, 0.9
 COMPUTE_ERROR, COMMUNICATION_ERROR = 0.03, 0.05
 """Relative standard deviation between two runs that no single run shows: placement, clock speed,
 other programs; and of what the model leaves out."""
+COMPUTE_SLOWDOWN = 0.1
+"""How much several workers slow each other's compute before any run shows it: the standard deviation
+of the logarithm."""
 LEAST_CORRECTION = 0.25
 """Beyond this, the run was disturbed or is not what the model describes."""
 LEAST_SPREAD = 0.1
@@ -278,13 +281,13 @@ class Predictor:
 
     def typical_step_seconds(self, target: Target) -> float:
         """From the measurements themselves, without samples of them: fast, to compare targets."""
-        compute = self._compute_factor if target.workers > 1 else 1.0
+        compute = self._compute_factor(target)
         step = self._simulate(self._center, target, compute, self._correction(target).factor)
         return step.seconds * self._racks_factor(target)
 
     def _steps(self, target: Target) -> list[StepTime]:
         correction = self._correction(target)
-        compute = self._compute_factor if target.workers > 1 else 1.0
+        compute = self._compute_factor(target)
         return [
             self._simulate(
                 sample,
@@ -309,7 +312,7 @@ class Predictor:
     def _racks_factor(self, target: Target) -> float:
         if target.racks is None or target.workers == 1:
             return 1.0
-        job = self._job(self._center, target, self._compute_factor, 1.0)
+        job = self._job(self._center, target, self._compute_factor(target), 1.0)
         times, factors = self._center.collectives, target.factors
         return racks_factor(
             job,
@@ -381,12 +384,33 @@ class Predictor:
         per_host = target.workers / target.host_count
         return max(1.0, per_host * per_worker / cores)
 
+    def _compute_factor(self, target: Target) -> float:
+        """Compute time in distributed runs, relative to what the compute points say.
+
+        Either several workers slow each other, at all batches, or the point of this batch is off.
+        So runs of the same local batch count in full, and those of others by the share of the
+        first in the variance of the ratio.
+        """
+        if target.workers == 1 or not self._compute_ratios:
+            return 1.0
+        ratios = [
+            each for samples, each in self._compute_ratios if samples == target.samples_of_worker
+        ]
+        if ratios:
+            return float(np.median(ratios))
+        error = math.hypot(RUN_DEVIATION, self._center.compute.deviation)
+        share = COMPUTE_SLOWDOWN**2 / (COMPUTE_SLOWDOWN**2 + error**2)
+        return float(np.median([each for _, each in self._compute_ratios]) ** share)
+
     @cached_property
-    def _compute_factor(self) -> float:
-        """Compute time in distributed runs, relative to what the compute points say."""
-        factors = [self._compute_ratio(run) for run in self.calibration.runs if run.workers > 1]
-        known = [factor for factor in factors if factor is not None]
-        return float(np.median(known)) if known else 1.0
+    def _compute_ratios(self) -> list[tuple[int, float]]:
+        """Of each run of several workers: its local batch and its compute ratio."""
+        ratios = (
+            (run.samples, self._compute_ratio(run))
+            for run in self.calibration.runs
+            if run.workers > 1
+        )
+        return [(samples, ratio) for samples, ratio in ratios if ratio is not None]
 
     def _compute_deviation(self, sample: _Sample) -> float:
         return math.exp(self._compute_error * sample.compute_error)
@@ -394,8 +418,7 @@ class Predictor:
     @cached_property
     def _compute_error(self) -> float:
         """Relative standard deviation of compute times: between runs, and from a line."""
-        ratios = [self._compute_ratio(run) for run in self.calibration.runs if run.workers > 1]
-        between_runs = _spread([ratio for ratio in ratios if ratio is not None], COMPUTE_ERROR)
+        between_runs = _spread([ratio for _, ratio in self._compute_ratios], COMPUTE_ERROR)
         return math.hypot(between_runs, self._center.compute.deviation)
 
     @cached_property
