@@ -34,6 +34,7 @@ from paceline.plan.measurement import (
     READY_TIMES,
     RUN_SECONDS,
     ShortRuns,
+    measure_side_by_side,
     run_steps,
 )
 from paceline.plan.prediction import Predictor, Target
@@ -225,6 +226,13 @@ class Measurer:
             steps = run_steps(open_run(run).iteration_seconds or RUN_SECONDS, MOST_PERIODS)
             run.rename(runs / run.name)
         found = calibrate([str(runs)])
+        if link == ONE_HOST:
+            job = {"model": model, **MODELS[model], "strategy": "single"}
+            settings = run_settings(job, {}, min(LOCAL_BATCHES), steps)
+            points = measure_side_by_side(
+                self._runs, folder / "side-by-side", settings, max(WORKERS)
+            )
+            found = dataclasses.replace(found, side_by_side=tuple(points))
         busy = [other_processes_share(run) or 0.0 for run in collect(runs).runs]
         return {
             "calibration": dataclasses.replace(found, sources=()).to_dict(),

@@ -15,6 +15,7 @@ from paceline.plan.run_calibration import calibrate
 def test_a_job_is_measured_and_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measurement, "RUN_SECONDS", 1e-6)
     monkeypatch.setattr(measurement, "COMM", {**measurement.COMM, "sizes": "1k,64k,1m"})
+    monkeypatch.setattr(measurement, "hardware", lambda: {"cores": 2, "gpus": []})
     out, file = tmp_path / "runs", tmp_path / "plan.json"
     job = ["--model=softmax", "--data=plain_digits", "--batch-size=48", "--workers=1,2,4"]
     wanted = ["--strategy=ring", "-o", "codec=bf16"]
@@ -29,6 +30,10 @@ def test_a_job_is_measured_and_planned(tmp_path: Path, monkeypatch: pytest.Monke
     assert ("all_reduce", "ring", "gloo") in kinds
     assert {each.workers for each in found.collectives} == {2}
     assert {each.codec for each in found.codec_timings} == {"bf16"}
+    assert [(each.workers, len(each.step_seconds)) for each in found.side_by_side] == [
+        (1, 1), (2, 2),
+    ]  # fmt: skip
+    assert not [*out.glob("side-by-side*")]
 
     plan = json.loads(file.read_text())
     assert plan["calibration_seconds"] > 0

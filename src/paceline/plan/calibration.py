@@ -122,6 +122,20 @@ class Contention:
 
 
 @dataclass(frozen=True, slots=True)
+class SideBySide:
+    """Workers that compute on one host at the same time, and do not communicate."""
+
+    workers: int
+    step_seconds: tuple[float, ...]
+    """Mean step time of each worker; the local batch is the same for all numbers of workers."""
+
+    def problems(self) -> Iterator[str]:
+        """Values that no measurement has."""
+        if self.workers < 1 or not self.step_seconds or min(self.step_seconds) <= 0:
+            yield "workers side by side must have step times above 0"
+
+
+@dataclass(frozen=True, slots=True)
 class MeasuredRun:
     """A training run: the mean over the workers, without the first step."""
 
@@ -156,6 +170,8 @@ class Calibration:
     collectives: tuple[CollectiveTiming, ...] = ()
     codec_timings: tuple[CodecTiming, ...] = ()
     contention: Contention = field(default_factory=Contention)
+    side_by_side: tuple[SideBySide, ...] = ()
+    """With one worker, and with more of them; empty if this was not measured."""
     runs: tuple[MeasuredRun, ...] = ()
     """Runs that correct the model for costs that are specific to a strategy."""
     optimizer_state_bytes: int = 0
@@ -249,6 +265,8 @@ class Calibration:
             yield from timing.problems()
         for codec in self.codec_timings:
             yield from codec.problems()
+        for workers in self.side_by_side:
+            yield from workers.problems()
 
 
 _HEADER = ("schema", "kind", "version")

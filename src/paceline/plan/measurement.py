@@ -1,15 +1,16 @@
 """Measures a job in short runs, so that it can be planned without existing records.
 
-`measure_job` trains for a few seconds with one worker and several batches, and with two workers and
-each strategy, and runs `paceline comm` between two workers. It leaves records in a folder, from
-which run_calibration.py makes the calibration. Only this module of plan/ starts processes.
+`measure_job` trains for a few seconds with one worker and several batches, with several of them
+side by side, and with two workers and each strategy, and runs `paceline comm` between two workers.
+It leaves records in a folder, from which run_calibration.py makes the calibration. Only this module
+of plan/ starts processes.
 """
 
 from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -21,6 +22,8 @@ from paceline.launch.fork_server import ForkServer
 from paceline.launch.validation import check_parts
 from paceline.measure.machine import hardware
 from paceline.models import MODELS
+from paceline.plan.calibration import SideBySide
+from paceline.plan.host_sharing import write_side_by_side
 from paceline.study.clusters import StudyClusters
 from paceline.study.runner import CellProcess, last_error_line, train_argv
 
@@ -78,27 +81,39 @@ class ShortRuns:
 
     def train(self, out: Path, name: str, settings: Mapping[str, Any]) -> Path:
         """Train, and return the folder of the run; RunError or UsageError if it fails."""
-        config = from_mapping({**settings, "eval_every": "never", "out": str(out), "name": name})
-        self._start(train_argv(config), out / f"{name}.log", config)
-        return out / name
+        (run,) = self.train_side_by_side(out, (name,), settings)
+        return run
+
+    def train_side_by_side(
+        self, out: Path, names: Sequence[str], settings: Mapping[str, Any]
+    ) -> list[Path]:
+        """Train several times at once, as `train`."""
+        settings = {**settings, "eval_every": "never", "out": str(out)}
+        configs = [from_mapping({**settings, "name": name}) for name in names]
+        self._run((train_argv(config), out / f"{config.name}.log", config) for config in configs)
+        return [out / name for name in names]
 
     def comm(self, file: Path, machines: Mapping[str, Any], **selection: str) -> None:
         """Write the record of `paceline comm` between the workers of `machines`."""
         config = from_mapping({**machines, "batch_per_worker": 1})
         argv = ["-m", "paceline", "comm", "--quiet", f"--json={file}", *to_argv(machines)]
         argv += [f"--{key.replace('_', '-')}={value}" for key, value in selection.items()]
-        self._start(argv, file.with_suffix(".log"), config)
+        self._run([(argv, file.with_suffix(".log"), config)])
 
-    def _start(self, argv: list[str], log: Path, config: RunConfig) -> None:
-        process = CellProcess(argv, log, self._server, self._clusters.variables(config))
-        try:
-            code = process.wait(TIME_LIMIT_SECONDS, lambda spent: None)
-        finally:
-            process.stop()
-        if code != 0:
-            kind = UsageError if code == UsageError.exit_code else RunError
-            raise kind(f"cannot measure: {last_error_line(log) or f'exit code {code}'}")
-        log.unlink()
+    def _run(self, commands: Iterable[tuple[list[str], Path, RunConfig]]) -> None:
+        """Run commands at once, each with its log; an error if one of them fails."""
+        with ExitStack() as stack:
+            started = []
+            for argv, log, config in commands:
+                process = CellProcess(argv, log, self._server, self._clusters.variables(config))
+                stack.callback(process.stop)
+                started.append((process, log))
+            for process, log in started:
+                code = process.wait(TIME_LIMIT_SECONDS, lambda spent: None)
+                if code != 0:
+                    kind = UsageError if code == UsageError.exit_code else RunError
+                    raise kind(f"cannot measure: {last_error_line(log) or f'exit code {code}'}")
+                log.unlink()
 
 
 def measure_job(
@@ -114,7 +129,8 @@ def measure_job(
     Without `cluster`, two workers share this machine, and one worker gets as many threads as each
     of them.
     """
-    settings = {"threads": max(1, hardware()["cores"] // 2), **settings}
+    machine = hardware()
+    settings = {"threads": max(1, machine["cores"] // 2), **settings}
     cluster = settings.get("cluster")
     one: dict[str, Any] = {}
     two: dict[str, Any] = {"nproc_per_node": 2}
@@ -141,6 +157,14 @@ def measure_job(
         for batch in batches:
             steps = run_steps(pilot * max(batch / batch_size, 0.25))
             train(f"one-worker-{batch}", steps, batch_size=batch, **single)
+        if not cluster and not machine["gpus"]:
+            _tell("measuring workers side by side")
+            share = {**base, **single, "batch_size": smallest}
+            share["iterations"] = run_steps(pilot * max(smallest / batch_size, 0.25))
+            # More of them than cores allow take turns, which needs no measurement.
+            most = min(most_workers, machine["cores"] // settings["threads"])
+            points = measure_side_by_side(runs, out, share, most)
+            write_side_by_side(out, str(settings.get("model", "lenet")), points)
         for strategy in strategies:
             _tell(f"measuring {strategy} with two workers")
             name = f"two-workers-{strategy}"
@@ -152,6 +176,25 @@ def measure_job(
         machines = {key: base[key] for key in ("threads", "cluster") if key in base} | two
         selection = {**COMM, "codecs": ",".join(codecs)} if codecs else COMM
         runs.comm(out / "comm.json", machines, **selection)
+
+
+def measure_side_by_side(
+    runs: ShortRuns, out: Path, settings: Mapping[str, Any], most_workers: int
+) -> list[SideBySide]:
+    """Train one worker alone, then twice as many of them at once up to `most_workers`.
+
+    The runs are removed: a calibration would take their compute time for that of one worker.
+    """
+    points, workers = [], 1
+    while workers <= most_workers:
+        names = [f"side-by-side-{number}" for number in range(workers)]
+        folders = runs.train_side_by_side(out, names, settings)
+        seconds = [float(open_run(folder).iteration_seconds or 0.0) for folder in folders]
+        points.append(SideBySide(workers, tuple(seconds)))
+        for folder in folders:
+            shutil.rmtree(folder)
+        workers *= 2
+    return points
 
 
 def _tell(text: str) -> None:

@@ -25,6 +25,7 @@ from paceline.plan.collective_cost import NO_TIME, CollectiveTime
 from paceline.plan.collective_times import CollectiveMeasurements, CollectiveTimes, Place
 from paceline.plan.compute_times import RUN_DEVIATION, ComputeTimes
 from paceline.plan.host_levels import levels_of
+from paceline.plan.host_sharing import HostSharing
 from paceline.plan.job import Job, StepTime
 from paceline.plan.links import Link
 from paceline.plan.step_simulation import STRATEGIES, local_steps, simulate_step
@@ -44,8 +45,8 @@ COMPUTE_ERROR, COMMUNICATION_ERROR = 0.03, 0.05
 """Relative standard deviation between two runs that no single run shows: placement, clock speed,
 other programs; and of what the model leaves out."""
 COMPUTE_SLOWDOWN = 0.1
-"""How much several workers slow each other's compute before any run shows it: the standard deviation
-of the logarithm."""
+"""Relative standard deviation of what several workers slow each other's compute by, before any run
+shows it."""
 LEAST_CORRECTION = 0.25
 """Beyond this, the run was disturbed or is not what the model describes."""
 LEAST_SPREAD = 0.1
@@ -122,6 +123,10 @@ class Target:
     @property
     def host_count(self) -> int:
         return self.hosts or (self.workers if self.link else 1)
+
+    @property
+    def workers_per_host(self) -> float:
+        return self.workers / self.host_count
 
     @property
     def place(self) -> Place:
@@ -225,6 +230,7 @@ class Predictor:
         self.calibration = calibration
         self._count, self._seed = samples, seed
         self._measurements = CollectiveMeasurements(calibration)
+        self._host = HostSharing(calibration)
         self._corrections: dict[int, Correction] = {}
         """By index of the run."""
 
@@ -337,17 +343,17 @@ class Predictor:
             case "async":
                 slowest = local = asynchronous_mean(workers, slowdown)
         compute = sample.compute.at(target.samples_of_worker)
-        cores = self._core_factor(target)
         factors = target.factors
-        compute = compute.scaled(compute_factor * slowest * cores * factors.compute)
+        compute_factor *= self._host.compute(target.workers_per_host) * factors.compute
+        compute = compute.scaled(compute_factor * slowest)
         codec = sample.codec(target.options)
         if target.strategy == "parameter_server":
             # The servers update the weights, which no worker slows.
             compute = replace(compute, update=compute.update / slowest)
         times = sample.collectives
-        communication = 1.0
+        communication = self._host.cores(target.workers_per_host)
         if sample.communication_error:
-            communication = math.exp(self._communication_error * sample.communication_error)
+            communication *= math.exp(self._communication_error * sample.communication_error)
 
         def collective(operation: str, algorithm: str, size_bytes: float) -> CollectiveTime:
             spent = NO_TIME
@@ -358,7 +364,7 @@ class Predictor:
                     level.operation, level.algorithm, level.place, target.host_count
                 )
                 spent += rounds.scaled(factors.latency, factors.transfer).time(level.rounds)
-            return spent.scaled(communication * cores, software_factor)
+            return spent.scaled(communication, software_factor)
 
         return Job(
             target.strategy,
@@ -371,18 +377,9 @@ class Predictor:
             collective,
             self.calibration.contention,
             local / slowest,
-            codec and replace(codec, factor=compute_factor * cores * factors.compute),
+            codec and replace(codec, factor=compute_factor),
             target.backend,
         )
-
-    def _core_factor(self, target: Target) -> float:
-        """Workers of a host share its cores, for computation and for communication."""
-        cores = self.calibration.hardware.get("cores")
-        per_worker = self.calibration.contention.cores_per_worker
-        if not isinstance(cores, int | float) or per_worker is None:
-            return 1.0
-        per_host = target.workers / target.host_count
-        return max(1.0, per_host * per_worker / cores)
 
     def _compute_factor(self, target: Target) -> float:
         """Compute time in distributed runs, relative to what the compute points say.
@@ -452,7 +449,8 @@ class Predictor:
             modeled = self._center.compute.at(run.samples)
         except MissingMeasurementError:
             return None
-        model = (modeled.input + modeled.forward) * self._core_factor(Target.of(run))
+        slowdown = self._host.compute(Target.of(run).workers_per_host)
+        model = (modeled.input + modeled.forward) * slowdown
         measured = run.phases.get("input", 0.0) + run.phases.get("forward", 0.0)
         if model <= 0 or measured <= 0:
             return None

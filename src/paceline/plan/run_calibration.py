@@ -7,6 +7,7 @@ workers also correct the model for their strategy (prediction.py).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -33,6 +34,7 @@ from paceline.plan.calibration import (
     SizePoint,
 )
 from paceline.plan.comm_records import codec_timings, comm_timings
+from paceline.plan.host_sharing import read_side_by_side
 from paceline.plan.learning import learning_of
 from paceline.plan.recorded_job import RecordedJob, why_unplannable
 from paceline.plan.strategy_options import is_modeled
@@ -73,7 +75,9 @@ def calibrate(paths: Sequence[str], model: str | None = None) -> Calibration:
         if len(records) > 1 or runs:
             raise UsageError(f"{calibrations[0][0]} is a calibration: give it alone")
         return Calibration.from_dict(calibrations[0][1], calibrations[0][0])
-    return calibrate_runs([RecordedJob(run) for run in runs], records, model)
+    found = calibrate_runs([RecordedJob(run) for run in runs], records, model)
+    side_by_side = (read_side_by_side(Path(path), found.model) for path in paths)
+    return replace(found, side_by_side=next(filter(None, side_by_side), ()))
 
 
 def calibrate_runs(

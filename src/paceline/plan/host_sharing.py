@@ -1,0 +1,74 @@
+"""What workers of one host cost each other: they share its cores, and what cores share.
+
+With more workers, a core has a lower clock rate, less of the cache and of the memory bandwidth, and
+may share its execution units with another one. What that costs depends on the machine and on the
+model, so it is measured: workers that compute side by side, and do not communicate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+
+from paceline.errors import RecordsError
+from paceline.plan.calibration import Calibration, SideBySide, parse
+from paceline.records import SCHEMA, read_json, write_json
+
+KIND = "side_by_side"
+FILE = "side_by_side.json"
+"""Beside the runs of a job."""
+
+
+def write_side_by_side(folder: Path, model: str, points: Sequence[SideBySide]) -> None:
+    record = {"schema": SCHEMA, "kind": KIND, "model": model, "points": [*map(asdict, points)]}
+    write_json(folder / FILE, record)
+
+
+def read_side_by_side(folder: Path, model: str) -> tuple[SideBySide, ...]:
+    """What was measured beside the runs of a folder; empty if that was nothing, or another model.
+
+    RecordsError if the record is damaged.
+    """
+    file = folder / FILE
+    if not file.is_file():
+        return ()
+    record = read_json(file)
+    if record.get("model") != model:
+        return ()
+    try:
+        points: tuple[SideBySide, ...] = parse(tuple[SideBySide, ...], record.get("points"))
+    except (TypeError, ValueError) as error:
+        raise RecordsError(f"{file} is damaged: {error}") from None
+    problem = next((text for point in points for text in point.problems()), None)
+    if problem:
+        raise RecordsError(f"{file} is damaged: {problem}")
+    return points
+
+
+class HostSharing:
+    """Factors on times, by the number of workers per host."""
+
+    def __init__(self, calibration: Calibration) -> None:
+        points = sorted(calibration.side_by_side, key=lambda point: point.workers)
+        seconds = [fmean(point.step_seconds) for point in points]
+        self._workers = np.array([point.workers for point in points] or [1])
+        # Others do not make a worker faster.
+        self._slowdowns = np.maximum.accumulate([each / seconds[0] for each in seconds] or [1.0])
+        cores = calibration.hardware.get("cores")
+        per_worker = calibration.contention.cores_per_worker or 0.0
+        self._share = per_worker / cores if isinstance(cores, int | float) else 0.0
+        """Of the cores, that a worker needs."""
+
+    def cores(self, workers: float) -> float:
+        """Of compute and communication, with fewer cores than workers were measured with."""
+        return max(1.0, workers * self._share)
+
+    def compute(self, workers: float) -> float:
+        """Of compute: linear between measured numbers of workers, and beyond them by cores."""
+        measured = min(workers, float(self._workers[-1]))
+        slowdown = float(np.interp(measured, self._workers, self._slowdowns))
+        return slowdown * self.cores(workers) / self.cores(measured)
