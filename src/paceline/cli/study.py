@@ -125,7 +125,7 @@ def list_studies() -> int:
     from paceline.study.cells import load
     from paceline.terminal import open_console
 
-    table = _table("name", "title", "cells, quick", "cells, full", right=("cells, ",))
+    table = _table("name", "title", "runs, quick", "runs, full", right=("runs, ",))
     for name in catalogue.names():
         counts = []
         for scale in ("quick", "full"):
