@@ -110,7 +110,7 @@ def test_a_straggler_is_dated(tmp_path: Path) -> None:
 
 
 def with_ratios(ratios: Sequence[float], block: int = 20) -> FakeScript:
-    """In each block, rank 1 computes so many times as long as rank 0, which waits for it."""
+    """Rank 1 computes `ratios[i]` times as long as rank 0 in block i, and rank 0 waits for it."""
     usual = math.fsum(BALANCED[phase] for phase in ("forward", "backward", "update"))
     excess = [(ratio - 1) * usual for ratio in ratios]
     by_block = [

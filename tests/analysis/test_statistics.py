@@ -33,7 +33,7 @@ TRIALS = 1500
 
 
 def limit(trials: int) -> float:
-    """The largest rate that a true rate of 5% gives in so many trials, but for three deviations."""
+    """An upper bound of the measured rate, three standard deviations above a true rate of 5%."""
     return ALPHA + 3 * math.sqrt(ALPHA * (1 - ALPHA) / trials)
 
 

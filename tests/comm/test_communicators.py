@@ -95,14 +95,7 @@ def poll_a_receive(communicator: Communicator) -> list[bool]:
     if communicator.rank == 2:
         return []
     work = communicator.recv(tensor, 0, "control")
-    before = work.is_completed()
-    communicator.send(signal, 0, "control").wait()
-    deadline = time.monotonic() + 20
-    while not work.is_completed() and time.monotonic() < deadline:
-        time.sleep(0.001)
-    after = work.is_completed()
-    work.wait()
-    return [before, after, bool((tensor == 5).all())]
+    return [*completed_around_a_signal(work, communicator), bool((tensor == 5).all())]
 
 
 def test_receive_completes_when_its_message_arrives(three_ranks: RankGroup) -> None:
@@ -118,14 +111,19 @@ def poll_a_collective(communicator: Communicator) -> list[bool]:
         communicator.all_reduce(tensor, "metrics").wait()
         return [False, True, bool((tensor == 3).all())]
     work = communicator.all_reduce(tensor, "metrics")
+    return [*completed_around_a_signal(work, communicator), bool((tensor == 3).all())]
+
+
+def completed_around_a_signal(work: Work, communicator: Communicator) -> tuple[bool, bool]:
+    """Whether it is complete before rank 0 is signaled to join it, and when polled afterwards."""
     before = work.is_completed()
-    communicator.send(signal, 0, "control").wait()
+    communicator.send(torch.zeros(1), 0, "control").wait()
     deadline = time.monotonic() + 20
     while not work.is_completed() and time.monotonic() < deadline:
         time.sleep(0.001)
     after = work.is_completed()
     work.wait()
-    return [before, after, bool((tensor == 3).all())]
+    return before, after
 
 
 def test_collective_progresses_while_the_caller_does_other_work(three_ranks: RankGroup) -> None:

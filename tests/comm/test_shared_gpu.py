@@ -9,14 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch does not list it
 
 from paceline.comm import cuda_ipc
 from paceline.comm.buffers import chunk
 from paceline.comm.communicator import Communicator
 from paceline.comm.cuda_ipc import CudaIpcMemory
 from paceline.comm.shared_gpu import DeviceGroup, SharedGpuCommunicator
-from paceline.comm.torch_distributed import TorchCommunicator
 from paceline.errors import PeerError
 from tests.support import fake_device_memory
 from tests.support.worker_pool import WorkerPool
@@ -80,7 +78,7 @@ class Unavailable(SharedGpuCommunicator):
 
 
 def sum_without_shared_memory(communicator: Communicator) -> list[float]:
-    with _connect(communicator, CPU, Unavailable) as shared:
+    with fake_device_memory.connect(communicator, CPU, Unavailable) as shared:
         tensor = torch.full((3,), shared.rank + 1.0)
         shared.all_reduce(tensor, "gradients").wait()
         shared.barrier().wait()
@@ -147,31 +145,14 @@ class SmallSlots(SharedGpuCommunicator):
         )
 
 
-def _connect(
-    communicator: Communicator,
-    device: torch.device,
-    kind: type[SharedGpuCommunicator] = SharedGpuCommunicator,
-) -> SharedGpuCommunicator:
-    assert isinstance(communicator, TorchCommunicator)
-    communicator._children += 1
-    return kind(
-        PrefixStore(f"shared/{communicator._children}", communicator._store),
-        communicator.rank,
-        communicator.world_size,
-        address=communicator._address,
-        shared_gpu=device,
-        timeout_seconds=communicator.timeout_seconds,
-    )
-
-
 def connect_small(communicator: Communicator) -> SharedGpuCommunicator:
-    shared = _connect(communicator, GPU, SmallSlots)
+    shared = fake_device_memory.connect(communicator, GPU, SmallSlots)
     assert shared.shares_memory
     return shared
 
 
 def connect_large(communicator: Communicator) -> SharedGpuCommunicator:
-    shared = _connect(communicator, GPU)
+    shared = fake_device_memory.connect(communicator, GPU, SharedGpuCommunicator)
     assert shared.shares_memory
     return shared
 

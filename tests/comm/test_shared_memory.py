@@ -199,8 +199,8 @@ def test_killed_peer_is_named_long_before_the_timeout() -> None:
     assert max(seconds for _, seconds in values) < 5.0
 
 
-def stall(communicator: Communicator) -> str:
-    """Rank 1 is stopped until rank 0 times out."""
+def with_stopped_peer(communicator: Communicator, complete: Callable[[Work], str]) -> str:
+    """Rank 1 is stopped until rank 0 has completed an all-reduce with it."""
     processes = torch.zeros(2, dtype=torch.int64)
     processes[communicator.rank] = os.getpid()
     communicator.all_reduce(processes, "control").wait()
@@ -210,16 +210,21 @@ def stall(communicator: Communicator) -> str:
             os.kill(os.getpid(), signal.SIGSTOP)
             return ""
         try:
-            shm.all_reduce(torch.zeros(1000), "gradients").wait()
-        except PeerError as error:
-            return str(error)
+            return complete(shm.all_reduce(torch.zeros(1000), "gradients"))
         finally:
             os.kill(int(processes[1]), signal.SIGCONT)
+
+
+def error_of_wait(work: Work) -> str:
+    try:
+        work.wait()
+    except PeerError as error:
+        return str(error)
     return "no error"
 
 
 def test_stalled_peer_is_an_error_after_the_timeout(pool: WorkerPool) -> None:
-    error = pool.run(2, stall, fresh=True, timeout_seconds=1.0)[0]
+    error = pool.run(2, with_stopped_peer, error_of_wait, fresh=True, timeout_seconds=1.0)[0]
     assert error == "rank 0: all_reduce with rank 1: no response within the timeout of 1 s"
 
 
@@ -234,11 +239,7 @@ def poll(work: Work) -> str:
         if time.monotonic() > deadline:
             return "never completed"
         time.sleep(0.001)
-    try:
-        work.wait()
-    except PeerError as error:
-        return str(error)
-    return "no error"
+    return error_of_wait(work)
 
 
 def poll_after_exit(communicator: Communicator, operation: int) -> str:
@@ -261,24 +262,8 @@ def test_polling_completes_with_an_error_if_a_peer_exits(operation: int, name: s
     assert survivor.value == f"rank 0: {name} rank 1: its process exited"
 
 
-def poll_after_stop(communicator: Communicator) -> str:
-    """Rank 1 is stopped until rank 0 times out."""
-    processes = torch.zeros(2, dtype=torch.int64)
-    processes[communicator.rank] = os.getpid()
-    communicator.all_reduce(processes, "control").wait()
-    with shared_memory.connect(communicator) as shm:
-        shm.barrier().wait()
-        if shm.rank == 1:
-            os.kill(os.getpid(), signal.SIGSTOP)
-            return ""
-        try:
-            return poll(shm.all_reduce(torch.zeros(1000), "gradients"))
-        finally:
-            os.kill(int(processes[1]), signal.SIGCONT)
-
-
 def test_polling_completes_with_an_error_after_the_timeout(pool: WorkerPool) -> None:
-    error = pool.run(2, poll_after_stop, fresh=True, timeout_seconds=1.0)[0]
+    error = pool.run(2, with_stopped_peer, poll, fresh=True, timeout_seconds=1.0)[0]
     assert error == "rank 0: all_reduce with rank 1: no response within the timeout of 1 s"
 
 

@@ -1,12 +1,15 @@
-"""Runs that several tests share, and commands that start quickly."""
+"""Runs and stores that several tests share, and commands that start quickly."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # torch lists neither
 
+from paceline.launch.elastic.store_client import StoreClient
 from tests.support.commands import Ended, train, warm_commands
 from tests.support.warm import PrewarmedStarter
 
@@ -15,6 +18,17 @@ from tests.support.warm import PrewarmedStarter
 def warm(starter: PrewarmedStarter) -> Iterator[None]:
     with warm_commands(starter):
         yield
+
+
+@pytest.fixture
+def store() -> Store:
+    return HashStore()
+
+
+@pytest.fixture
+def client(store: Store) -> Iterator[StoreClient]:
+    with closing(StoreClient(store, "here")) as client:
+        yield client
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,6 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import psutil
@@ -33,6 +32,7 @@ from tests.support.commands import (
     TINY,
     Command,
     Ended,
+    alongside,
     is_training,
     names_in,
     train,
@@ -70,12 +70,8 @@ def disturbed(folder: Path, disturb: Callable[[], None]) -> Iterator[None]:
         wait_until(lambda: is_training(folder), "both nodes train")
         disturb()
 
-    thread = Thread(target=strike, name="saboteur")
-    thread.start()
-    try:
+    with alongside(strike):
         yield
-    finally:
-        thread.join()
 
 
 def run_through_a_cut(

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import psutil
@@ -28,6 +27,7 @@ from paceline.training.checkpoint import iterations
 from tests.support.commands import (
     Command,
     Ended,
+    alongside,
     are_gone,
     free_port,
     is_training,
@@ -212,10 +212,8 @@ def test_restarted_workers_have_the_weights_of_an_uninterrupted_run(
         workers_of(os.getpid())[0].kill()
         (tmp_path / "slow").unlink()
 
-    thread = Thread(target=strike, name="saboteur")
-    thread.start()
-    result = launch(tmp_path, elastic="1:1", **settings).result
-    thread.join()
+    with alongside(strike):
+        result = launch(tmp_path, elastic="1:1", **settings).result
     assert undisturbed is not None
     assert result is not None
     assert (result["status"], len(result["restarts"]), result["samples"]) == ("finished", 1, 1200)

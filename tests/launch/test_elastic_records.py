@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # torch lists neither
+from torch.distributed import Store  # type: ignore[attr-defined]  # torch does not list it
 
 from paceline.comm.communicator import Communicator
 from paceline.comm.rank_info import SINGLE_PROCESS
@@ -25,17 +24,6 @@ from paceline.launch.signals import SignalMonitor
 from paceline.records import RunFolder
 
 OUTSIDE = ["../up", "/up", "checkpoints/1.pt", ".hidden", "a\nb", ""]
-
-
-@pytest.fixture
-def store() -> Store:
-    return HashStore()
-
-
-@pytest.fixture
-def client(store: Store) -> Iterator[StoreClient]:
-    with closing(StoreClient(store, "here")) as client:
-        yield client
 
 
 def given(client: StoreClient) -> runs._Setup:

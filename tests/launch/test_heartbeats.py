@@ -7,14 +7,13 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import psutil
 import pytest
 
 from paceline.comm.communicator import timeout_message
-from tests.support.commands import ENDLESS, is_training, launch, sabotage, wait_until
+from tests.support.commands import ENDLESS, alongside, is_training, launch, sabotage, wait_until
 
 TIMEOUT_SECONDS = 4
 SLEEP_SECONDS = 7
@@ -36,12 +35,8 @@ def signaled_server(folder: Path, number: signal.Signals) -> Iterator[None]:
         (server,) = [child for child in children if child.name().startswith("server")]
         server.send_signal(number)
 
-    thread = Thread(target=strike, name="saboteur")
-    thread.start()
-    try:
+    with alongside(strike):
         yield
-    finally:
-        thread.join()
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])

@@ -6,14 +6,13 @@ import json
 import logging
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from torch.distributed import (  # type: ignore[attr-defined]  # torch lists only the first
-    HashStore,
+from torch.distributed import (  # type: ignore[attr-defined]  # torch lists none of these
     PrefixStore,
     Store,
     TCPStore,
@@ -46,17 +45,6 @@ ENDED = {
     "is_loss": False,
     "order": 1,
 }
-
-
-@pytest.fixture
-def store() -> Store:
-    return HashStore()
-
-
-@pytest.fixture
-def client(store: Store) -> Iterator[StoreClient]:
-    with closing(StoreClient(store, "here")) as client:
-        yield client
 
 
 @pytest.fixture(autouse=True)

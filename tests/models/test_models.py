@@ -6,7 +6,7 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +39,6 @@ DESCENT_TOLERANCE = 0.01
 other way, and which ones it decides so differs between CPUs: one in a late layer moves the gradient
 of a small batch by about 0.6 %. With the kernels named above float32 stayed within 2e-4 of the
 fall; a momentum of 0.8 leaves every curve by 4e-2 or more, a rate 5 % higher by 2e-2 or more."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small batches gain nothing from more threads and are slowed down on busy cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def train(model: nn.Module, case: Case, momentum: float) -> list[float]:

@@ -190,6 +190,17 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 @contextmanager
+def alongside(action: Callable[[], None]) -> Iterator[None]:
+    """Do something in a thread while the block runs."""
+    thread = Thread(target=action, name="alongside")
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+@contextmanager
 def sabotage(
     folder: Path, rank: int, number: signal.Signals, while_training: bool
 ) -> Iterator[None]:
@@ -201,12 +212,8 @@ def sabotage(
             wait_until(lambda: is_training(folder), "both workers train")
         workers_of(os.getpid())[rank].send_signal(number)
 
-    thread = Thread(target=strike, name="saboteur")
-    thread.start()
-    try:
+    with alongside(strike):
         yield
-    finally:
-        thread.join()
 
 
 def names_in(folder: Path) -> set[str]:

@@ -77,16 +77,20 @@ class FakeSharedGpuCommunicator(SharedGpuCommunicator):
         return DeviceGroup(bootstrap, FakeDeviceMemory, SLOT_BYTES)
 
 
-def connect(communicator: Communicator) -> FakeSharedGpuCommunicator:
+def connect(
+    communicator: Communicator,
+    device: torch.device = CPU,
+    kind: type[SharedGpuCommunicator] = FakeSharedGpuCommunicator,
+) -> SharedGpuCommunicator:
     """Connect the ranks of a gloo communicator. Collective."""
     assert isinstance(communicator, TorchCommunicator)
     communicator._children += 1
-    return FakeSharedGpuCommunicator(
+    return kind(
         PrefixStore(f"shared_gpu/{communicator._children}", communicator._store),
         communicator.rank,
         communicator.world_size,
         address=communicator._address,
-        shared_gpu=CPU,
+        shared_gpu=device,
         timeout_seconds=communicator.timeout_seconds,
         traffic=communicator.traffic,
     )

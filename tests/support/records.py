@@ -245,7 +245,7 @@ def write_asynchronous(root: Path, name: str, *, is_old: bool = False) -> Path:
 
 
 def write_repeats(root: Path, run: FakeRun, factors: Sequence[float]) -> None:
-    """Repeats of a run that take so many times as long, each with a seed of its own."""
+    """Repeats of a run, each with its own seed and its duration multiplied by a factor."""
     for number, factor in enumerate(factors):
         phases = [{name: spent * factor for name, spent in one.items()} for one in run.phases]
         write_run(

@@ -63,13 +63,13 @@ class Crosswise(nn.Module):
 def fit(connections: Connections, name: str, task: RegressionTask) -> Fitted:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        strategy = _begin(connections, name, task, seed=connections.communicator.rank)
+        strategy = begin(Crosswise(), connections, name, task, seed=connections.communicator.rank)
         losses, weights = [_loss(strategy)], []
         for step in range(task.steps):
             if step == task.save_after:
                 saved = saved_state(strategy)
                 strategy.finish()
-                strategy = _begin(connections, name, task, seed=99)
+                strategy = begin(Crosswise(), connections, name, task, seed=99)
                 run_state.restore(saved, strategy.replica, strategy)
             _step(strategy, step)
             losses.append(_loss(strategy))
@@ -78,8 +78,8 @@ def fit(connections: Connections, name: str, task: RegressionTask) -> Fitted:
     return Fitted(losses, weights)
 
 
-def _begin(connections: Connections, name: str, task: RegressionTask, seed: int) -> Strategy:
-    model = Crosswise()
+def begin(model: nn.Module, connections: Connections, name: str, task: Task, seed: int) -> Strategy:
+    """Set up a strategy with weights drawn from the seed."""
     # Not the default generator: workers may be threads of one process.
     generator = torch.Generator().manual_seed(seed)
     for weight in model.parameters():

@@ -18,20 +18,17 @@ from torch.nn import functional as F
 from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
 from paceline.data.sampling import shard_bounds
-from paceline.strategies import create_strategy
 from paceline.strategies.strategy import Strategy
 from paceline.training import run_state
 from paceline.training.loss import loss_of
 from tests.strategies.contract.harness import (
     Connections,
     Task,
-    build_replica,
-    options_of,
     run_ranks,
     strategy_cases,
 )
 from tests.strategies.contract.real_runs import Run, distance, run
-from tests.strategies.contract.regression import saved_state
+from tests.strategies.contract.regression import begin, saved_state
 from tests.strategies.contract.test_models import (
     ONE_OF_A_KIND,
     ROUNDING_OF_DOUBLES,
@@ -103,26 +100,17 @@ class OwnTask(Task):
     """After this step, the state is saved and training continues with new objects."""
 
 
-def begin(connections: Connections, name: str, task: OwnTask, seed: int) -> Strategy:
-    model: nn.Module = MODELS[task.model]()
-    # Not the default generator: workers may be threads of one process.
-    generator = torch.Generator().manual_seed(seed)
-    for weight in model.parameters():
-        nn.init.normal_(weight, std=0.3, generator=generator)
-    strategy = create_strategy(name, options_of(name, task))
-    strategy.setup(build_replica(model, connections, task))
-    return strategy
-
-
 def train(connections: Connections, name: str, task: OwnTask) -> dict[str, Tensor]:
     """Return the final weights. Ranks start with different weights."""
-    strategy = begin(connections, name, task, seed=connections.communicator.rank)
+    strategy = begin(
+        MODELS[task.model](), connections, name, task, seed=connections.communicator.rank
+    )
     generator = torch.Generator().manual_seed(2)
     for step, samples in enumerate(task.batches):
         if step == task.save_after:
             saved = saved_state(strategy)
             strategy.finish()
-            strategy = begin(connections, name, task, seed=99)
+            strategy = begin(MODELS[task.model](), connections, name, task, seed=99)
             run_state.restore(saved, strategy.replica, strategy)
         inputs, targets = (torch.randn(samples, size, generator=generator, dtype=torch.float64)
                            for size in (FEATURES, VALUES))  # fmt: skip

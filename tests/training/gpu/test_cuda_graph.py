@@ -10,7 +10,7 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -83,15 +83,6 @@ class CpuMarks:
         return CpuMark()
 
     def use_current_stream(self) -> None: ...
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small operations take much longer if threads wait for busy cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 STORIES = {"data": "stories", "context": 16, "lr": 0.001, "weight_decay": 0.1}
