@@ -32,7 +32,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
-from paceline.report.post_mortem_text import headline, lines
+from paceline.report.wording.post_mortem import headline, lines
 
 FAULTS = {
     "stall": ("sleep", "compute", "lock", "input"),

@@ -44,7 +44,7 @@ from paceline.profiler.post_mortem.watchdog import Watchdog, _End
 from paceline.records import PHASES, EventWriter, RunFolder
 from paceline.report.build import build_report
 from paceline.report.document import Text
-from paceline.report.post_mortem_text import headline, lines
+from paceline.report.wording.post_mortem import headline, lines
 
 WORLD = GroupInfo("world", 0, (0, 1, 2), "gloo")
 PAIR = GroupInfo("pair", 0, (1, 2), "gloo")

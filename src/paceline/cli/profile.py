@@ -107,7 +107,7 @@ def _seconds(text: str) -> float:
 
 def _print_post_mortem(report: Mapping[str, Any]) -> None:
     """Also with --quiet, which omits only the summary."""
-    from paceline.report.post_mortem_text import headline, lines
+    from paceline.report.wording.post_mortem import headline, lines
 
     for line in (headline(report), *(f"  {line}" for line in lines(report))):
         sys.stderr.write(f"paceline: {line}\n")

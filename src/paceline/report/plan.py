@@ -13,7 +13,7 @@ from paceline.plan.cluster_simulation import Day
 from paceline.plan.plan import Plan
 from paceline.plan.prediction import Prediction
 from paceline.plan.sensitivity import Sensitivity
-from paceline.report.plan_wording import (
+from paceline.report.wording.plan import (
     batch_advice_texts,
     batch_text,
     condition_notes,

@@ -27,7 +27,8 @@ from paceline.report.document import (
     slug,
 )
 from paceline.report.html import to_html
-from paceline.report.plan_wording import (
+from paceline.report.sections.common import line_figure
+from paceline.report.wording.plan import (
     batch_advice_texts,
     batch_text,
     condition_notes,
@@ -41,7 +42,6 @@ from paceline.report.plan_wording import (
     step_text,
     validation_texts,
 )
-from paceline.report.sections.common import line_figure
 
 TICK_WIDTH = 34.0
 """Room of a number of workers on its axis."""

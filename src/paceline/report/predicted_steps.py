@@ -14,7 +14,7 @@ def predicted_steps(runs: Sequence[Run], comm: Sequence[Path]) -> list[str]:
     if not comm and not any(map(_has_measured_collectives, runs)):
         return []
     from paceline.plan.next_runs import next_runs
-    from paceline.report.plan_wording import next_run_text
+    from paceline.report.wording.plan import next_run_text
 
     found = next_runs(runs, comm)
     return [] if found is None else [next_run_text(each, found.fastest) for each in found.found]

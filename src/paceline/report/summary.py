@@ -27,7 +27,7 @@ from paceline.records import (
     numerics_text,
     settings_of,
 )
-from paceline.report.post_mortem_text import headline, is_pause
+from paceline.report.wording.post_mortem import headline, is_pause
 from paceline.report.wording.scripts import account, contention
 from paceline.terminal import open_console
 

@@ -17,7 +17,7 @@ from paceline.errors import PacelineError
 from paceline.profiler import POST_MORTEM_FILE
 from paceline.profiler.collection import read_so_far
 from paceline.records import RunFolder, open_record
-from paceline.report import post_mortem_text
+from paceline.report.wording import post_mortem
 from paceline.report.wording.scripts import account
 
 FINDINGS_SECONDS = 5.0
@@ -77,7 +77,7 @@ class ScriptState:
             settings = self._folder.read_settings()
             run = Run(self._folder, settings, read_so_far(self._folder, settings))
             reports = self._reports()
-        title = post_mortem_text.title(reports, is_running=not self._has_result)
+        title = post_mortem.title(reports, is_running=not self._has_result)
         return {
             "post_mortem_title": title if reports else "",
             "post_mortems": [_post_mortem(one) for one in reports],
@@ -95,4 +95,4 @@ class ScriptState:
 
 
 def _post_mortem(report: Mapping[str, Any]) -> list[str]:
-    return [post_mortem_text.headline(report), *post_mortem_text.lines(report)]
+    return [post_mortem.headline(report), *post_mortem.lines(report)]

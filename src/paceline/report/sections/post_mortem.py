@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from paceline.report.document import Block, BulletList, Code, Details, Text
-from paceline.report.post_mortem_text import Report, headline, lines, title
 from paceline.report.sections.common import SectionContext, section
+from paceline.report.wording.post_mortem import Report, headline, lines, title
 
 
 def _reports(context: SectionContext) -> list[tuple[str, Report]]:

@@ -11,8 +11,7 @@ from paceline.analysis.ranking import RankedGroup, Ranking, is_exact
 from paceline.analysis.run_group import RunGroup
 from paceline.analysis.statistics import FEWEST_ITERATIONS, Difference
 from paceline.analysis.verdict import Verdict
-from paceline.report import post_mortem_text
-from paceline.report.wording import scripts
+from paceline.report.wording import post_mortem, scripts
 from paceline.report.wording.differences import interval_text, less_time
 from paceline.report.wording.runs import cause_text, describe_trouble
 from paceline.report.wording.scaling import efficiency_text
@@ -38,8 +37,8 @@ def pause_sentence(groups: Sequence[RunGroup]) -> str:
     """What the headline of a single script begins with if its training paused."""
     if len(groups) != 1 or len(groups[0].runs) != 1:
         return ""
-    pauses = filter(post_mortem_text.is_pause, groups[0].runs[0].post_mortems)
-    return "".join(f"{post_mortem_text.headline(pause)} " for pause in pauses)
+    pauses = filter(post_mortem.is_pause, groups[0].runs[0].post_mortems)
+    return "".join(f"{post_mortem.headline(pause)} " for pause in pauses)
 
 
 def script_sentence(verdict: Verdict) -> str:
@@ -82,7 +81,7 @@ def _nothing_ranked(groups: Sequence[RunGroup]) -> str:
     if not troubled:
         return f"{text}."
     if count == 1 and (reports := troubled[0].runs[0].post_mortems):
-        text = f"{post_mortem_text.headline(reports[-1])} {text}"
+        text = f"{post_mortem.headline(reports[-1])} {text}"
     first = min(troubled, key=lambda group: not group.has_failed)
     reason = cause_text(first) if count == 1 else describe_trouble(first)
     return f"{text}: {reason.rstrip('.')}."
