@@ -133,6 +133,7 @@ class Measurer:
             **COMM,
             "algorithms": "library,ring",
             "sizes": "1k,32k,256k,2m",
+            "seconds": "0.1",
             "codecs": ",".join(CODECS),
         }
         machines = {"cluster": cluster, "threads": 1}

@@ -89,3 +89,11 @@ def test_ready_times_are_missing_only_where_buckets_start_before_the_last_gradie
     assert note not in printed(100_000)
     assert note in printed(100_000, "-o", "bucket_mib=0.05")
     assert note in printed(2**20)
+
+
+def test_captions_name_bars_only_where_there_are_figures(tmp_path: Path) -> None:
+    text = page(tmp_path, calibration(), "--workers", "2", "--strategy", "ring")
+    assert "Small numbers: the 80% interval." in text
+    assert "vertical bars" not in text
+    text = page(tmp_path, calibration(), "--workers", "2,4", "--strategy", "ring")
+    assert text.count("vertical bars") == 1

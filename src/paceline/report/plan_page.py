@@ -45,7 +45,8 @@ from paceline.report.wording.plan import (
 
 TICK_WIDTH = 34.0
 """Room of a number of workers on its axis."""
-INTERVAL_NOTE = "Small numbers and vertical bars: the 80% interval."
+INTERVAL_NOTE = "Small numbers: the 80% interval."
+FIGURE_INTERVAL_NOTE = "Small numbers and vertical bars: the 80% interval."
 LIMITS = (
     ("Machine:", "compute times are those of the measured machine and of hosts that are idle"
      " otherwise. Other CPUs or GPUs need their own runs."),
@@ -114,15 +115,17 @@ def _sections(plan: Plan) -> Iterator[Section]:
         title = "Scaling" if len(by_place) == 1 else f"Scaling: {place}"
         yield Section(slug(title), title, list(_scaling(place, predictions)))
     if plan.sensitivity is not None:
-        target = plan.sensitivity.target
+        target, effects = plan.sensitivity.target, plan.sensitivity.effects
+        is_starred = any(effect.is_extrapolated for effect in effects)
+        star_note = " A star marks a batch outside the measured range." if is_starred else ""
         blocks: list[Block] = [
             Text(f"Predicted change of {configuration(target)}, if one thing changes:"),
             Table(
                 ("what if", "step time", "samples/s"),
-                [effect_cells(effect) for effect in plan.sensitivity.effects],
+                [effect_cells(effect) for effect in effects],
                 is_compact=True,
             ),
-            Text(f"{INTERVAL_NOTE} A star marks a batch outside the measured range.", "note"),
+            Text(f"{INTERVAL_NOTE}{star_note}", "note"),
         ]
         yield Section("limits", "What limits a step", blocks)
     if plan.checks:
@@ -141,7 +144,8 @@ def _scaling(place: str, predictions: Sequence[Prediction]) -> Iterator[Block]:
         if strategy != "single"
     ]
     counts = sorted({each.target.workers for each in predictions})
-    if len(counts) > 1 and strategies:
+    has_figures = len(counts) > 1 and bool(strategies)
+    if has_figures:
         series = [_members(strategy, predictions) for strategy in strategies]
         yield _scaling_figure(f"{name}-throughput", "Throughput", series, counts)
         yield _scaling_figure(f"{name}-efficiency", "Efficiency", series, counts)
@@ -161,8 +165,9 @@ def _scaling(place: str, predictions: Sequence[Prediction]) -> Iterator[Block]:
     headings = ("strategy", "workers", "step", "samples/s", "efficiency", "exposed", "link bytes",
                 "memory")  # fmt: skip
     yield Table(headings, rows)
+    intervals = FIGURE_INTERVAL_NOTE if has_figures else INTERVAL_NOTE
     yield Text(
-        f"{batch_text(target).capitalize()}, {place}. {INTERVAL_NOTE} Exposed: share of exposed"
+        f"{batch_text(target).capitalize()}, {place}. {intervals} Exposed: share of exposed"
         " communication. Link bytes: through the busiest link in one direction, per step. Memory:"
         " of a worker, without dataset and libraries.",
         "note",
@@ -273,8 +278,8 @@ def _validation(checks: Sequence[Check]) -> Iterator[Block]:
     ]
     yield Table(("run", "held out", "measured", "predicted", "error"), rows, text_columns=2)
     yield Text(
-        f"{INTERVAL_NOTE} Runs that the plan was made from are hollow points; `--against PATH` adds"
-        " runs that it is not made from.",
+        f"{FIGURE_INTERVAL_NOTE} Runs that the plan was made from are hollow points;"
+        " `--against PATH` adds runs that it is not made from.",
         "note",
     )
 
