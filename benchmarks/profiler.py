@@ -43,7 +43,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.measure.machine import hardware, software
 from paceline.models.build import build_model
-from paceline.profiler.collectives import recording_windows
+from paceline.profiler import recording_windows
 from paceline.profiler.collectives.recorder import CollectiveRecorder
 from paceline.profiler.rank_log import RankLog
 from paceline.profiler.session import Session
@@ -253,16 +253,20 @@ class Switch:
     def _windows(self) -> Any:
         return self._session._windows
 
+    @property
+    def _recorder(self) -> Any:
+        return self._session._collectives
+
     def _stop_recording(self) -> None:
-        recorder = self._windows._recorder
-        self._was_recording = recorder.log is not None and not self._windows._is_paused
+        recorder = self._recorder
+        self._was_recording = recorder.log is not None and not self._windows.is_paused
         if self._was_recording:
             recorder.end_step()
             recorder.kernels.disable()
 
     def _continue_recording(self) -> None:
         if self._was_recording:
-            recorder, numbers = self._windows._recorder, self._windows._numbers()
+            recorder, numbers = self._recorder, self._windows._collectives._numbers()
             for known in recorder.groups.values():
                 if known.index in numbers:
                     known.continue_at(numbers[known.index])

@@ -144,7 +144,8 @@ def test_the_result_says_in_which_steps_collectives_were_recorded(
         # the call of the script on the rest of its window and a whole one.
         expected = {"steps": 5 * 16 + 12 + 16, "of": STEPS} if is_sampled else None
         assert worker.get("collectives_recorded") == expected
-    text = "communication was recorded in 108 of 150 steps, because recording costs more than 0.25%"
+        assert worker.get("steps_recorded") == expected
+    text = "108 of 150 steps were recorded in full, because that costs more than 0.3%"
     assert sampled_text(result["workers"]).startswith(text if is_sampled else "")
     assert bool(sampled_text(result["workers"])) == is_sampled
 

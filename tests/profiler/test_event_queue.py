@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -103,6 +104,24 @@ def test_ranks_with_steps_of_similar_length_interpret_events_after_the_same_step
     assert due[0][-5:] == [64, 96, 128, 160, 192]
 
 
+def test_events_wait_longer_in_a_long_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(event_queue, "perf_counter", lambda: now)
+    queue = EventQueue(lambda function: function)
+    queue.defer()
+    due = []
+    while now < 60:
+        queue.updates += 1
+        now += 1 / 128
+        queue.append((now, lambda: None))
+        if queue.updates >= queue.due_update:
+            due.append(now)
+            queue.flush_due()
+    intervals = [after - before for before, after in pairwise(due)]
+    assert intervals[4] == 0.5
+    assert intervals[-1] == 1.0
+
+
 def test_events_are_due_if_no_step_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1.0
     monkeypatch.setattr(event_queue, "perf_counter", lambda: now)
@@ -137,7 +156,7 @@ def test_a_block_is_written_when_all_steps_that_were_noted_are_interpreted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """CPU time is read then: the number of steps must be that of the same moment."""
-    monkeypatch.setattr(rank_log, "BLOCK_SECONDS", 0.0)
+    monkeypatch.setattr(rank_log, "BLOCK_SHARE", 0.0)
     net = model()
     optimizer = SGD(net.parameters(), lr=0.1)
     with profiled(tmp_path) as measured:

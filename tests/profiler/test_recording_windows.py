@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
-from threading import Thread
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from paceline.measure.phase_clock import PhaseClock
-from paceline.profiler.collectives import recording_windows
 from paceline.profiler.collectives.communication import RankCommunication, collectives
 from paceline.profiler.collectives.estimated_waits import _last_known
 from paceline.profiler.collectives.log import (
@@ -24,17 +19,11 @@ from paceline.profiler.collectives.log import (
     RankCollectives,
     read_logs,
 )
-from paceline.profiler.collectives.recording_windows import (
-    CommunicationShare,
-    RecordingWindows,
-    _Totals,
-    is_recorded,
-)
 from paceline.profiler.collectives.sampling import recorded, sampling_of, skipped_steps
-from paceline.profiler.collectives.sleep_time import SleepTime
 from paceline.profiler.collectives.waiting import separate_waits
 from paceline.profiler.post_mortem.end_of_rank import find_last_wait
 from paceline.profiler.post_mortem.examination import find_pending, joined_records
+from paceline.profiler.recording_windows import is_recorded
 from paceline.records import PHASES
 
 PER_STEP = 2
@@ -221,7 +210,7 @@ def test_collectives_after_a_window_without_any_are_counted(tmp_path: Path) -> N
 
 
 def pair(folder: Path, factors: tuple[int, int]) -> dict[int, RankCollectives]:
-    """Rank 1 is 20 ms late. Of so many windows, each rank records one."""
+    """Rank 1 is 20 ms late. Each rank records one of as many windows as its factor says."""
     ranks = Rank(folder, 0), Rank(folder, 1, late=0.02)
     for rank, own_factor in zip(ranks, factors, strict=True):
         rank.step(8)
@@ -338,111 +327,3 @@ def test_windows_of_larger_factors_are_recorded_by_smaller_ones() -> None:
         for period in (2, 4, 8, 16, 32, 64):
             share = sum(index % period == 0 for index in recorded_ones) / len(recorded_ones)
             assert share == pytest.approx(1 / period, rel=0.6)
-
-
-def windows_of(tracker: Any, **values: Any) -> RecordingWindows:
-    windows = RecordingWindows.__new__(RecordingWindows)
-    defaults: dict[str, Any] = {"_sleep_time": SleepTime()}
-    defaults |= {"_tracker": tracker, "_is_paused": True, "_shares": [], "_forced": None}
-    defaults["_must_resume"] = False
-    for name, value in {**defaults, **values}.items():
-        setattr(windows, name, value)
-    return windows
-
-
-def test_steps_in_a_pause_have_the_share_of_communication_that_recorded_ones_have() -> None:
-    clock = PhaseClock()
-    clock._seconds["backward"] = 0.010
-    share = CommunicationShare("backward", share=0.4, usual_seconds=0.02, seconds=0.0)
-    events = SimpleNamespace(window_ends=320)
-    windows = windows_of(SimpleNamespace(clock=clock, events=events), _shares=[share])
-    windows.end_step()
-    assert clock._seconds["backward"] == pytest.approx(0.006)
-    assert clock._seconds["exchange"] == pytest.approx(0.004)
-    assert events.window_ends == 320
-
-
-class Slept(SleepTime):
-    """Of a thread that slept for a time that is given."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self._slept = seconds
-
-    def refresh(self) -> None:
-        pass
-
-    def _since_last(self) -> float:
-        return 0.0
-
-
-@pytest.mark.parametrize("slept", [0.0, 0.7, 5.0])
-def test_a_long_backward_pass_is_waiting_as_far_as_the_thread_slept(slept: float) -> None:
-    clock = PhaseClock()
-    clock._seconds["backward"] = 2.0
-    share = CommunicationShare("backward", share=0.4, usual_seconds=0.02, seconds=0.0)
-    events = SimpleNamespace(window_ends=320)
-    tracker = SimpleNamespace(clock=clock, events=events)
-    windows = windows_of(tracker, _shares=[share], _sleep_time=Slept(slept))
-    windows.end_step()
-    usual = recording_windows.STALL_SECONDS
-    waited = min(slept, 2.0 - usual)
-    # The other rank saves a checkpoint, or this one computes for longer.
-    assert clock._seconds["wait"] == pytest.approx(waited)
-    assert clock._seconds["exchange"] == pytest.approx(0.4 * usual)
-    assert clock._seconds["backward"] == pytest.approx(2.0 - waited - 0.4 * usual)
-    # Recording resumes with the next step.
-    assert events.window_ends == 0
-    clock._seconds["backward"] += 0.01
-    windows.end_step()
-    assert clock._seconds["wait"] == pytest.approx(waited)
-
-
-def test_a_thread_sleeps_unless_it_computes() -> None:
-    sleep_time = SleepTime()
-    time.sleep(0.05)
-    assert sleep_time.take(0.02) == 0.02
-    began = time.perf_counter()
-    # It is known once.
-    assert 0.02 < sleep_time.take(10.0) < 10.0
-    computed = time.thread_time()
-    while time.thread_time() - computed < 0.05:
-        pass
-    slept = sleep_time.take(10.0)
-    assert slept <= time.perf_counter() - began - 0.05 + 0.01
-
-
-def test_another_thread_does_not_know_how_long_it_slept() -> None:
-    sleep_time = SleepTime()
-    time.sleep(0.01)
-    taken: list[float] = []
-    thread = Thread(target=lambda: taken.append(sleep_time.take(1.0)))
-    thread.start()
-    thread.join()
-    assert taken == [0.0]
-
-
-def test_a_long_forward_pass_is_not_taken_for_waiting() -> None:
-    clock = PhaseClock()
-    clock._seconds["forward"] = 2.0
-    share = CommunicationShare("forward", share=0.1, usual_seconds=0.02, seconds=0.0)
-    events = SimpleNamespace(window_ends=320)
-    windows = windows_of(SimpleNamespace(clock=clock, events=events), _shares=[share])
-    windows.end_step()
-    assert clock._seconds["wait"] == 0
-    assert clock._seconds["exchange"] == pytest.approx(0.2)
-    assert events.window_ends == 320
-
-
-@pytest.mark.parametrize(
-    ("share", "before", "expected"),
-    [(0.002, 1, 1), (0.003, 1, 2), (0.06, 1, 32), (0.5, 1, 32), (0.06, 4, 8), (0.001, 8, 4)],
-)
-def test_the_cost_of_recording_decides_how_many_windows_are_recorded(
-    monkeypatch: pytest.MonkeyPatch, share: float, before: int, expected: int
-) -> None:
-    windows = windows_of(None, _window=_Totals(0, 0, 10.0, 1.0, 0, 0, {}, {}), _factor=before)
-    monkeypatch.setattr(windows, "_can_pause", lambda *_: True)
-    assert windows._next_factor(_Totals(16, 16, 12.0, 1.0 + 2 * share, 0, 0, {}, {})) == expected
-    monkeypatch.setattr(windows, "_can_pause", lambda *_: False)
-    assert windows._next_factor(_Totals(16, 16, 12.0, 1.0 + 2 * share, 0, 0, {}, {})) == 1

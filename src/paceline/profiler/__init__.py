@@ -9,10 +9,12 @@ Modules in reading order:
 - `session`: the profiler of one process, from `import torch` to its end
 - `tracking.hooks`: where torch calls the profiler
 - `tracking.step_tracker`: which phase the program is in, and where its steps end
+- `recording_windows`: in which steps everything is recorded, if they are short
+- `tracking.paused_steps`: what is known of the others
 - `rank_log`: the event file of one rank
 - `collectives.recorder`: every collective of every process group, and when it blocks the program
 - `collectives.log`: the file with one rank's collectives
-- `collectives.recording_windows`: in which steps DDP's collectives are recorded
+- `collectives.pauses`: stops recording collectives for some steps
 - `collectives.sampling`: what the records stand for, if some steps were not recorded
 - `collectives.waiting`: waiting for slower ranks, from the collectives of all ranks
 - `collectives.estimated_waits`: the same, if some steps were not recorded

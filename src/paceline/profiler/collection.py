@@ -120,7 +120,8 @@ class RankRecord:
         seconds, phases = self.step_seconds, dict(self.last["phases"])
         before = self.blocks[0]["after_first"]
         hidden = 0.0 if self.start["workers"] == 1 else None
-        copies = self.host_to_device
+        copies, paused = self.host_to_device, int(self.last.get("paused_steps", 0))
+        recorded = {"steps": len(seconds) - paused, "of": len(seconds)}
         return {
             "rank": self.rank,
             "node": int(self.start["node"]),
@@ -144,6 +145,7 @@ class RankRecord:
                 for kind in TRAFFIC_KINDS
             },
             **({"host_to_device": copies} if copies else {}),
+            **({"steps_recorded": recorded} if paused else {}),
         }
 
     def _startup_seconds(self) -> dict[str, float]:

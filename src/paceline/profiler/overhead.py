@@ -33,8 +33,8 @@ from paceline.profiler.tracking.notes import (
 from paceline.profiler.tracking.script_calls import ScriptCalls
 from paceline.profiler.tracking.step_tracker import StepTracker
 
-NOTES = 8
-"""Events of a step: input and backward pass have two each."""
+FUNCTIONS, NOTES = 6, 8
+"""Of a step: that of input notes two events, and so does that of the backward pass."""
 FIRST_PROBES, PROBES_KEPT = 3, 25
 """Of each function."""
 REPEATS, CALLS = 25, 40
@@ -50,29 +50,19 @@ class NoteProbe:
     """
 
     def __init__(self) -> None:
-        tracker = StepTracker(lambda: None)
-        tracker.events.append = deque[Event](maxlen=PROBES_KEPT).append
-        begin, end = update_notes(tracker)
-        optimizer, batches, batch = _Object(), _Object(), [torch.zeros(1)]
-        get_batch = measured_input(lambda _: batch, tracker, count_samples)
-        run_backward = measured_backward(_nothing, tracker, [])
-        clear_gradients = measured_clearing(_nothing, tracker)
-        note_call = model_notes(tracker)
+        recorded, paused = StepTracker(lambda: None), StepTracker(lambda: None)
+        paused.begin_pause()
         functions: tuple[Callable[[], object], ...] = (
             # What timing a call takes.
             partial(_nothing, None),
-            partial(get_batch, batches),
-            partial(note_call, nn.Identity()),
-            # Reading the loss is timed elsewhere.
-            partial(run_backward, (), accumulate_grad=False),
-            partial(begin, optimizer),
-            partial(end, optimizer),
-            partial(clear_gradients, optimizer),
+            *_functions_of_step(recorded),
+            *_functions_of_step(paused),
         )
         self._seconds = [deque[float](maxlen=PROBES_KEPT) for _ in functions]
         self._next = cycle(zip(functions, self._seconds, strict=True))
         self._function, self._timed = next(self._next)
         self._called_at: int | None = None
+        self._medians: list[float] | None = None
         # Until the script trains, and on a GPU, it is what noting takes after other work.
         displaced = torch.zeros(DISPLACED_BYTES, dtype=torch.uint8)
         for _ in range(FIRST_PROBES * len(functions)):
@@ -95,12 +85,43 @@ class NoteProbe:
         self._timed.append(perf_counter() - began)
         self._function, self._timed = next(self._next)
         self._called_at = None
+        self._medians = None
 
     @property
     def note_seconds(self) -> float:
-        """Of an event: a step has `NOTES` of them."""
-        nothing, *others = map(median, self._seconds)
-        return sum(max(0.0, each - nothing) for each in others) / NOTES
+        """Of an event: a recorded step has `NOTES` of them."""
+        return sum(self._of_functions()[:FUNCTIONS]) / NOTES
+
+    @property
+    def paused_seconds(self) -> float:
+        """Of a step that is not recorded."""
+        return sum(self._of_functions()[FUNCTIONS:])
+
+    def _of_functions(self) -> list[float]:
+        if self._medians is None:
+            nothing, *others = map(median, self._seconds)
+            self._medians = [max(0.0, each - nothing) for each in others]
+        return self._medians
+
+
+def _functions_of_step(tracker: StepTracker) -> tuple[Callable[[], object], ...]:
+    """Those that note, each called as in a step."""
+    tracker.events.append = deque[Event](maxlen=PROBES_KEPT).append
+    begin, end = update_notes(tracker)
+    optimizer, batches, batch = _Object(), _Object(), [torch.zeros(1)]
+    get_batch = measured_input(lambda _: batch, tracker, count_samples)
+    run_backward = measured_backward(_nothing, tracker, [])
+    clear_gradients = measured_clearing(_nothing, tracker)
+    note_call = model_notes(tracker)
+    return (
+        partial(get_batch, batches),
+        partial(note_call, nn.Identity()),
+        # Reading the loss is timed elsewhere.
+        partial(run_backward, (), accumulate_grad=False),
+        partial(begin, optimizer),
+        partial(end, optimizer),
+        partial(clear_gradients, optimizer),
+    )
 
 
 @dataclass
@@ -117,12 +138,17 @@ class HookCosts:
 
     def seconds(self, tracker: StepTracker) -> float:
         """Estimate the time that the profiler took the script so far, on the host."""
-        noted = tracker.events.noted * self.probe.note_seconds + tracker.loss_seconds
-        modules = tracker.module_calls * self.call_seconds
         calls = tracker.timed_calls * self.timed_seconds
         skipped = tracker.skipped_calls * self.skipped_seconds
-        interpreted = tracker.events.seconds
-        return noted + interpreted + modules + calls + skipped + tracker.recorder_seconds
+        return self.recording_seconds(tracker) + calls + skipped + tracker.events.seconds
+
+    def recording_seconds(self, tracker: StepTracker) -> float:
+        """The part of it that pauses in recording reduce."""
+        # A step that is not recorded is an event, too.
+        noted = (tracker.events.noted - tracker.paused_steps) * self.probe.note_seconds
+        noted += tracker.paused_steps * self.probe.paused_seconds + tracker.loss_seconds
+        modules = tracker.module_calls * self.call_seconds
+        return noted + modules + tracker.recorder_seconds
 
 
 class _Object:

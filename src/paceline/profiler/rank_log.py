@@ -31,9 +31,9 @@ from paceline.profiler.step_window import StepWindow
 from paceline.profiler.tracking.step_tracker import Loss, StepTracker
 from paceline.records import EventWriter, RunFolder
 
-BLOCK_SECONDS = 0.3
-"""Minimum interval between blocks. On a CPU, there is one whenever events were interpreted: about
-every half second, as in `paceline train`."""
+BLOCK_SHARE = 0.6
+"""Minimum time between blocks, as a share of the time that events wait. On a CPU, there is one
+whenever events were interpreted: every half second, and later every second."""
 
 Source = Callable[[], Iterable[tuple[str, dict[str, Any]]]]
 """Returns events with their values that are due with a block."""
@@ -92,7 +92,8 @@ class RankLog:
         """Write a block if it is time, as soon as its losses are known."""
         if self._block is None:
             has_steps = self._losses and tracker.steps >= self.window.first + 2
-            if not has_steps or perf_counter() - self._written < BLOCK_SECONDS:
+            interval = BLOCK_SHARE * tracker.events.interval
+            if not has_steps or perf_counter() - self._written < interval:
                 return
             self._close_block()
         if self._block is not None and self._block.is_ready():
@@ -150,6 +151,7 @@ class RankLog:
             measuring_seconds=round(measuring_seconds * tracker.delayed_share, 6),
             measuring_host_seconds=round(measuring_seconds, 6),
             **values,
+            **({"paused_steps": tracker.paused_steps} if tracker.paused_steps else {}),
             **({"interruptions": taken} if (taken := tracker.take_interruptions()) else {}),
         )
         self._events.write_all([*events, ("iterations", iterations)])

@@ -21,6 +21,7 @@ from paceline.profiler.overhead import measure_hook_costs
 from paceline.profiler.post_mortem.process_facts import ProcessFacts
 from paceline.profiler.process_use import process_use
 from paceline.profiler.rank_log import RankLog
+from paceline.profiler.recording_windows import RecordingWindows
 from paceline.profiler.step_window import StepWindow
 from paceline.profiler.trace import TraceLog
 from paceline.profiler.tracking.device_copies import DeviceCopies
@@ -31,7 +32,6 @@ from paceline.records import RunFolder
 
 if TYPE_CHECKING:
     from paceline.profiler.collectives.recorder import CollectiveRecorder
-    from paceline.profiler.collectives.recording_windows import RecordingWindows
 
 
 class Session:
@@ -49,8 +49,7 @@ class Session:
         self.tracker = StepTracker(self._end_step, self._count_copies, self.guard)
         probe = self.log.costs.probe
         self.tracker.events.is_ready = lambda: probe.has_ended(self.tracker.events.updates)
-        # Not after each step: what is read from the system is that of the steps noted so far.
-        self.tracker.events.on_flush = lambda: self.log.write_due(self.tracker)
+        self.tracker.events.on_flush = self._flushed
         self._trace: TraceLog | None = None
         if has_trace:
             self._trace = TraceLog(self.tracker, self.log.window.first)
@@ -84,11 +83,26 @@ class Session:
 
             self._collectives = CollectiveRecorder(self.tracker, self.folder, self.guard)
             self._collectives.install()
-            # A trace, or a part of the steps, is recorded as a whole.
-            if self._trace is None and self.log.window == StepWindow():
-                from paceline.profiler.collectives.recording_windows import RecordingWindows
+        # A trace, or a part of the steps, is recorded as a whole.
+        if self._trace is None and self.log.window == StepWindow():
+            self._windows = self._recording_windows()
 
-                self._windows = RecordingWindows(self._collectives, self.tracker)
+    def _recording_windows(self) -> RecordingWindows:
+        recorder = self._collectives
+        if recorder is None:
+            return RecordingWindows(self.tracker, self.log.costs, self.guard)
+        from paceline.profiler.collectives.pauses import CollectivePauses
+
+        pauses = CollectivePauses(recorder, self.tracker)
+        windows = RecordingWindows(self.tracker, self.log.costs, self.guard, pauses)
+        recorder.before_call = windows.interrupt
+        return windows
+
+    def _flushed(self) -> None:
+        if self._windows is not None:
+            self._windows.settle()
+        # Not after each step: what is read from the system is that of the steps noted so far.
+        self.log.write_due(self.tracker)
 
     def _count_copies(self) -> None:
         try:
@@ -105,8 +119,6 @@ class Session:
         self._calls.end_step()
         if self._collectives is not None:
             self._collectives.end_step()
-        if self._windows is not None:
-            self._windows.end_step()
         self.log.step(self.tracker)
         if not self.tracker.events.is_deferred:
             self.log.write_due(self.tracker)

@@ -240,15 +240,15 @@ def unrecorded_text(workers: Sequence[Mapping[str, Any]]) -> str:
 
 
 def sampled_text(workers: Sequence[Mapping[str, Any]]) -> str:
-    """In how many steps the collectives were recorded; empty if in all of them."""
-    counts = [one for worker in workers if (one := worker.get("collectives_recorded"))]
+    """How many steps were recorded in full; empty if all of them were."""
+    counts = [one for worker in workers if (one := worker.get("steps_recorded"))]
     if not counts:
         return ""
     fewest = min(counts, key=lambda one: one["steps"] / max(1, one["of"]))
     return (
-        f"communication was recorded in {fewest['steps']:,} of {fewest['of']:,} steps, because"
-        " recording costs more than 0.25% of such short steps; in the others, collectives were"
-        " counted, and their times are estimated from the recorded steps before them"
+        f"{fewest['steps']:,} of {fewest['of']:,} steps were recorded in full, because that costs"
+        " more than 0.3% of such short steps; of the others, the step, its input and its backward"
+        " passes were timed, and the rest is estimated from the recorded steps before them"
     )
 
 

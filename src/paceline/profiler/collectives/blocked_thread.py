@@ -10,7 +10,7 @@ import torch
 from paceline.measure.phase_clock import PhaseClock
 from paceline.profiler.collectives.log import CollectiveLog
 from paceline.profiler.tracking.event_queue import Guard
-from paceline.profiler.tracking.step_tracker import OUTSIDE
+from paceline.profiler.tracking.paused_steps import OUTSIDE
 
 
 class Program(Protocol):

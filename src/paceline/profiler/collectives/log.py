@@ -231,7 +231,7 @@ class GroupInfo:
 
 @dataclass
 class Pause:
-    """Steps whose collectives were not recorded (recording_windows.py)."""
+    """Steps whose collectives were not recorded (pauses.py)."""
 
     began: float
     updates: int

@@ -127,9 +127,9 @@ class CollectiveRecorder:
         self.groups: dict[str, RecordedGroup] = {}
         """By name."""
         self.can_pause = True
-        """Whether the process groups count their collectives as the log does (RecordingWindows)."""
+        """Whether the process groups count their collectives as the log does (pauses.py)."""
         self.calls_of_other_threads = 0
-        self.before_call: Callable[[], None] = lambda: None
+        self.before_call: Callable[[], object] = lambda: None
         """Called before the script issues a collective, creates or destroys a group, or creates a
         DDP model."""
         self.script_calls = 0

@@ -1,6 +1,6 @@
 """What the records of a rank stand for, if recording was paused in some windows of steps.
 
-In pauses, only DDP issues collectives (recording_windows.py). The process groups counted them: the
+In pauses, only DDP issues collectives (pauses.py). The process groups counted them: the
 records of DDP in the window before a pause stand for those, so the estimate follows a script whose
 steps change.
 """

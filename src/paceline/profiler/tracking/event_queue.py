@@ -15,8 +15,9 @@ from threading import get_ident
 from time import perf_counter, thread_time
 from typing import Any
 
-INTERVAL_SECONDS = 0.5
-"""About how long events wait. If no step ends, they wait twice as long."""
+FIRST_INTERVAL_SECONDS, INTERVAL_SECONDS, INTERVAL_SHARE = 0.5, 1.0, 0.05
+"""About how long events wait: a share of the time since the first step, within these limits, since
+a short run is known by few intervals. If no step ends, they wait twice as long."""
 
 Guard = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Makes a function that never raises: after an exception, the profiler stops."""
@@ -33,6 +34,7 @@ class EventQueue:
     """Interprets each event at once until `defer`, and none after `stop`."""
 
     __slots__ = (
+        "_deferred",
         "_is_flushing",
         "_last",
         "_now",
@@ -43,10 +45,12 @@ class EventQueue:
         "flush",
         "flush_all",
         "flush_due",
+        "interval",
         "is_deferred",
         "is_in_model",
         "is_ready",
         "noted",
+        "noted_thread",
         "on_flush",
         "on_window",
         "seconds",
@@ -61,8 +65,8 @@ class EventQueue:
         self.flush_all = guard(self._flush_all)
         """The same at the end, in any thread."""
         self.append: Callable[[Event], None] = guard(self._interpret_now)
-        self.thread = get_ident()
-        """The one that trains: hooks note only what it does. 0 after `stop`."""
+        self.thread = self.noted_thread = get_ident()
+        """The one that trains, and whose calls hooks note: none in a pause, and after `stop`."""
         self.is_deferred = False
         """Whether events wait."""
         self.on_flush: Callable[[], object] = lambda: None
@@ -87,6 +91,10 @@ class EventQueue:
         """Called when they are due."""
         self.is_ready: Callable[[], bool] = lambda: True
         """Called then: whether they are interpreted now, not at one of the next events."""
+        self.interval = FIRST_INTERVAL_SECONDS
+        """Seconds that events wait at present."""
+        self._deferred = 0.0
+        """Since when they do."""
         self._waiting: list[Event] = []
         self._is_flushing = False
         self._last = 0, perf_counter()
@@ -96,12 +104,18 @@ class EventQueue:
     def defer(self) -> None:
         """Let events wait: their times are those of the program, not of a GPU."""
         self.append, self.is_deferred = self._waiting.append, True
+        self._deferred = perf_counter()
         self._schedule()
 
     def stop(self) -> None:
         """Ignore events from now on: hooks of torch may outlast the session."""
         self._waiting.clear()
-        self.append, self.thread = _nothing, 0
+        self.append = _nothing
+        self.follow(0)
+
+    def follow(self, thread: int) -> None:
+        """Note what a thread does: it is the one that trains."""
+        self.thread = self.noted_thread = thread
 
     def time(self) -> float:
         """The time of the event that is being interpreted; otherwise, now."""
@@ -139,10 +153,12 @@ class EventQueue:
         """
         (steps, then), now = self._last, perf_counter()
         self._last = self.updates, now
-        self.due = now + 2 * INTERVAL_SECONDS
+        share = INTERVAL_SHARE * (now - self._deferred)
+        self.interval = min(max(share, FIRST_INTERVAL_SECONDS), INTERVAL_SECONDS)
+        self.due = now + 2 * self.interval
         period = 1
         if self.updates > steps and now > then:
-            fitting = INTERVAL_SECONDS * (self.updates - steps) / (now - then)
+            fitting = self.interval * (self.updates - steps) / (now - then)
             period = 1 << max(0, round(math.log2(fitting)))
         self.due_update = (self.updates // period + 1) * period
 

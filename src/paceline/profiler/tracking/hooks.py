@@ -32,6 +32,7 @@ from paceline.profiler.tracking.notes import (
     measured_call,
     measured_clearing,
     measured_input,
+    measured_iterator,
     model_notes,
     update_notes,
 )
@@ -134,8 +135,10 @@ class Hooks:
         def make(original: Any) -> Any:
             return measured_input(original, tracker, count)
 
-        # Creating an iterator starts the worker processes of the DataLoader.
-        self.replace(dataloader.DataLoader, "__iter__", make)
+        def make_iterator(original: Any) -> Any:
+            return measured_iterator(original, make(original), tracker.paused)
+
+        self.replace(dataloader.DataLoader, "__iter__", make_iterator)
         self.replace(dataloader._BaseDataLoaderIter, "__next__", make)
 
     def _hook_optimizers(self, tracker: StepTracker) -> None:
@@ -155,7 +158,7 @@ class Hooks:
 
         def make_scale(original: Any) -> Any:
             def scale(self: Any, outputs: Any) -> Any:
-                if self.is_enabled() and tracker.is_in_thread():
+                if self.is_enabled() and not tracker.paused.thread and tracker.is_in_thread():
                     # The next backward pass begins with what is scaled here.
                     loss = loss_of(outputs)
                     unscaled[:] = () if loss is None else (loss,)

@@ -19,6 +19,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.optim import Optimizer
 
 from paceline.profiler.tracking.event_queue import EventQueue
+from paceline.profiler.tracking.paused_steps import PausedSteps
 from paceline.profiler.tracking.step_tracker import Loss, StepTracker
 
 SEQUENCES = (list, tuple)
@@ -29,13 +30,21 @@ _read: Callable[[Tensor], object] = torch._C.TensorBase.item
 
 def model_notes(tracker: StepTracker) -> Callable[[nn.Module], None]:
     """Make the function that notes the call of a model (`measured_call`)."""
-    events, call_model = tracker.events, tracker.call_model
+    events, paused, call_model = tracker.events, tracker.paused, tracker.call_model
 
     def note_call(model: nn.Module) -> None:
-        if get_ident() == events.thread:
-            # A module without it fails by itself.
-            is_training = getattr(model, "training", True)
-            trains, now = is_training or torch.is_grad_enabled(), perf_counter()
+        thread = get_ident()
+        # A module without it fails by itself.
+        is_training = getattr(model, "training", True)
+        trains = is_training or torch.is_grad_enabled()
+        if thread == paused.thread:
+            if trains:
+                events.is_in_model = True
+                return
+            # It is evaluated.
+            paused.interrupt()
+        if thread == events.noted_thread:
+            now = perf_counter()
             events.append((now, call_model, ref(model), trains, is_training))
             events.is_in_model = trains
             if now >= events.due:
@@ -77,11 +86,20 @@ def measured_backward(original: Any, tracker: StepTracker, unscaled: list[Loss])
 
     `unscaled`: the loss before it was scaled, if a GradScaler did that.
     """
-    events, begin, end = tracker.events, tracker.begin_backward, tracker.end_backward
+    events, paused = tracker.events, tracker.paused
+    begin, end = tracker.begin_backward, tracker.end_backward
 
     def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if get_ident() != events.thread:
-            return original(outputs, *args, **kwargs)
+        thread = get_ident()
+        if thread != events.noted_thread:
+            if thread != paused.thread or paused.is_in_backward:
+                return original(outputs, *args, **kwargs)
+            paused.is_in_backward, began = True, perf_counter()
+            try:
+                return original(outputs, *args, **kwargs)
+            finally:
+                paused.backward_seconds += perf_counter() - began
+                paused.is_in_backward = False
         # Whether gradients are accumulated in parameters, not returned.
         accumulates, loss, began = kwargs.get("accumulate_grad", False), None, perf_counter()
         if accumulates:
@@ -100,10 +118,27 @@ def measured_backward(original: Any, tracker: StepTracker, unscaled: list[Loss])
 
 def measured_input(original: Any, tracker: StepTracker, count: Callable[[object], Any]) -> Any:
     """Make the function that gets a batch; `count` counts its samples if it is not a list."""
-    events, begin, end = tracker.events, tracker.begin_input, tracker.end_input
+    events, paused = tracker.events, tracker.paused
+    begin, end = tracker.begin_input, tracker.end_input
+
+    def samples_of(batch: Any) -> Any:
+        first = batch[0] if type(batch) is list and batch else None
+        return first.size(0) if type(first) is Tensor and first.dim() else count(batch)
 
     def measured(self: Any) -> Any:
-        if get_ident() != events.thread:
+        thread = get_ident()
+        if thread == paused.thread:
+            if torch.is_grad_enabled():
+                began = perf_counter()
+                try:
+                    batch = original(self)
+                finally:
+                    paused.input_seconds += perf_counter() - began
+                paused.add_batch(ref(self), samples_of(batch) or 0, events.updates)
+                return batch
+            # It is for evaluation.
+            paused.interrupt()
+        if thread != events.noted_thread:
             return original(self)
         batch, iterator = None, ref(self)
         events.append((perf_counter(), begin, iterator, torch.is_grad_enabled()))
@@ -112,12 +147,7 @@ def measured_input(original: Any, tracker: StepTracker, count: Callable[[object]
             return batch
         finally:
             now = perf_counter()
-            first = batch[0] if type(batch) is list and batch else None
-            samples = None
-            if type(first) is Tensor and first.dim():
-                samples = first.size(0)
-            elif batch is not None:
-                samples = count(batch)
+            samples = None if batch is None else samples_of(batch)
             events.append((now, end, iterator, samples))
             events.is_in_model = False
             if now >= events.due:
@@ -126,17 +156,36 @@ def measured_input(original: Any, tracker: StepTracker, count: Callable[[object]
     return measured
 
 
+def measured_iterator(original: Any, measured: Any, paused: PausedSteps) -> Any:
+    """Make the function that begins to iterate over a DataLoader: it starts its processes."""
+
+    def iterate(self: Any) -> Any:
+        if get_ident() == paused.thread:
+            if id(self.dataset) == paused.dataset and torch.is_grad_enabled():
+                began = perf_counter()
+                try:
+                    return original(self)
+                finally:
+                    paused.input_seconds += perf_counter() - began
+            paused.interrupt()
+        return measured(self)
+
+    return iterate
+
+
 def update_notes(tracker: StepTracker) -> tuple[Callable[..., None], Callable[..., None]]:
     """Make the hooks before and after the step of an optimizer.
 
     torch passes more arguments, which do not matter here.
     """
-    events, begin, end = tracker.events, tracker.begin_update, tracker.end_update
+    events, paused = tracker.events, tracker.paused
+    begin, end = tracker.begin_update, tracker.end_update
 
     def begin_update(optimizer: Optimizer, *_: object) -> None:
         events.updates += 1
-        events.append((perf_counter(), begin, ref(optimizer), get_ident()))
-        events.is_in_model = False
+        if not paused.thread:
+            events.append((perf_counter(), begin, ref(optimizer), get_ident()))
+            events.is_in_model = False
 
     def end_update(optimizer: Optimizer, *_: object) -> None:
         now = perf_counter()
@@ -155,7 +204,7 @@ def measured_clearing(original: Any, tracker: StepTracker) -> Any:
     events, clear = tracker.events, tracker.clear_gradients
 
     def zero_grad(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if get_ident() != events.thread:
+        if get_ident() != events.noted_thread:
             return original(self, *args, **kwargs)
         began = perf_counter()
         try:

@@ -146,6 +146,7 @@ class ScriptCalls:
         The site is found by the instruction, since looking up the number of a line takes longer.
         """
         tracker, note, getframe = self._tracker, guard(self._note_read_back), sys._getframe
+        paused = tracker.paused
         sites: dict[tuple[int, int], CallSite] = {}
         unknown = CallSite(name, "", 0)
 
@@ -156,7 +157,10 @@ class ScriptCalls:
                 frame = getframe(1)
                 site = sites.get((id(frame.f_code), frame.f_lasti), unknown)
                 # Reading the phase of one that is ignored would only take time.
-                if site.left < STRIDE and tracker.clock.phase in NOT_IN_STEPS:
+                if site.left < STRIDE and (
+                    tracker.clock.phase in NOT_IN_STEPS or (paused.thread and site is unknown)
+                ):
+                    # In a pause, it is part of a step if it was before.
                     return original(tensor)
                 if site.left:
                     site.left -= 1
@@ -239,7 +243,7 @@ class ScriptCalls:
 
     def _hook_loaders(self, hooks: Hooks, guard: Guard) -> None:
         created, began = guard(self._created), guard(self._began)
-        self._tracker.on_batch = self._got
+        self._tracker.on_batches = self._got
 
         def make_loader(original: Any) -> Any:
             def init(loader: Any, *args: Any, **kwargs: Any) -> None:
@@ -272,10 +276,10 @@ class ScriptCalls:
             reference = ref(iterator)
             self._iterators[id(reference)] = reference, use
 
-    def _got(self, iterator: ref[Any], seconds: float) -> None:
+    def _got(self, iterator: ref[Any], batches: int, seconds: float) -> None:
         _, use = self._iterators.get(id(iterator), (None, None))
         if use is not None:
-            use.batches += 1
+            use.batches += batches
             use.seconds += seconds
 
     def _hook_models(self, hooks: Hooks, guard: Guard) -> None:

@@ -36,11 +36,10 @@ from torch.optim import Optimizer
 
 from paceline.measure.phase_clock import CudaPhaseClock, PhaseClock, clock_for
 from paceline.profiler.tracking.event_queue import EventQueue, Guard
+from paceline.profiler.tracking.paused_steps import OUTSIDE, Noted, PausedSteps
 
 NOT_INTERRUPTED = frozenset(("input", "backward", "checkpoint"))
 """Phases that contain whatever a script does in them."""
-OUTSIDE = frozenset(("evaluate", "checkpoint"))
-"""Phases that are not part of a step."""
 READ_SECONDS_MAX = 50e-6
 """Reading a loss that takes longer was interrupted by another process."""
 CHECK_STEPS = 16
@@ -71,8 +70,12 @@ class StepTracker:
         """`on_gpu` is called when the optimizer is found to be on a GPU."""
         self.events = EventQueue(guard)
         self._clock = PhaseClock(self.events.time)
-        self.on_batch: Callable[[Any, float], object] = nothing
-        """Called with a weak reference to the iterator of a batch, and the seconds it took."""
+        self.paused = PausedSteps()
+        self.paused_steps = 0
+        """How many steps were not recorded."""
+        self.on_batches: Callable[[Any, int, float], object] = nothing
+        """Called with a weak reference to the iterator of batches, their number, and the seconds
+        they took."""
         self.steps = 0
         self.parts_of_first = 0
         """Steps of the clock that the first step consists of: one for each optimizer."""
@@ -235,7 +238,7 @@ class StepTracker:
                 self._iterator, self._samples_ahead = iterator, 0
             self._samples_ahead += samples or 0
         if samples is not None and self._clock.phase != "evaluate":
-            self.on_batch(iterator, self.events.time() - began)
+            self.on_batches(iterator, 1, self.events.time() - began)
 
     def _enter_evaluation(self) -> None:
         if self._clock.phase != "evaluate":
@@ -338,7 +341,7 @@ class StepTracker:
             return
         if not self.steps:
             if self.events.thread != thread:
-                self.events.thread = thread
+                self.events.follow(thread)
                 self._outer.clear()
             self._use_device_of(optimizer())
         if self._is_capturing():
@@ -370,6 +373,11 @@ class StepTracker:
         return next((each.device for each in parameters), torch.device("cpu"))
 
     def end_update(self, optimizer: ref[Optimizer]) -> None:
+        if self.paused.thread:
+            # If it is another one, that of the usual step is yet to come.
+            if optimizer is self._last_optimizer:
+                self.end_step()
+            return
         if not self._stepping or self._stepping[0] is not optimizer:
             return
         self._stepping.clear()
@@ -436,12 +444,41 @@ class StepTracker:
         """End a step by request; from now on, optimizers do not end steps."""
         self.events.flush()
         if not self.steps:
-            self.events.thread = get_ident()
+            self.events.follow(get_ident())
         elif self.steps == 1 and not self._is_manual:
             # An optimizer ended the first step before it was known that it does not.
             self.steps = 0
         self._is_manual = True
         self.end_step()
+
+    @property
+    def can_pause(self) -> bool:
+        """Whether steps from here on may be noted less closely, if they are like those before."""
+        is_between_steps = self.clock.phase == "other" and not self._stepping and not self._outer
+        return is_between_steps and self.events.is_deferred and not self._is_manual
+
+    def begin_pause(self) -> None:
+        self.events.noted_thread = 0
+        self.paused.begin(self.events.thread, self._iterator)
+
+    def take_paused(self) -> Noted:
+        """Count what was noted in a pause since the last call."""
+        noted = self.paused.take()
+        self.samples += noted.samples
+        if noted.batches:
+            self.on_batches(self.paused.iterator, noted.batches, noted.input_seconds)
+        return noted
+
+    def end_pause(self) -> None:
+        paused, events = self.paused, self.events
+        paused.thread, events.noted_thread = 0, events.thread
+        self._iterator = paused.iterator
+        self._has_batch = paused.updates == events.updates and not events.is_in_model
+        if self._has_batch:
+            # No model was trained on it yet.
+            self._samples_ahead = paused.last_samples
+            self.samples -= paused.last_samples
+        events.is_in_model = False
 
     def replay_graph(self) -> None:
         """A CUDA graph is launched; which phases it contains is not known."""
@@ -454,8 +491,11 @@ class StepTracker:
 
     def begin_checkpoint(self) -> str | None:
         """Returns the phase after it; None if it is part of another one."""
+        if not self.is_in_thread():
+            return None
+        self.paused.interrupt()
         phase = self.clock.phase
-        if phase == "checkpoint" or not self.is_in_thread():
+        if phase == "checkpoint":
             return None
         self._interrupt("checkpoint")
         self.checkpoints += 1

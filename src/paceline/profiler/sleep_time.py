@@ -11,7 +11,7 @@ from threading import get_ident
 from time import perf_counter, thread_time
 
 INTERVAL_SECONDS = 0.1
-"""Reading takes about 20 us. The steps of half a second are interpreted at once."""
+"""Reading takes about 20 us. The steps of a second are interpreted at once."""
 SCHEDULER_FILE = Path("/proc/thread-self/schedstat")
 
 
@@ -28,12 +28,12 @@ class SleepTime:
         if perf_counter() - self._moment > INTERVAL_SECONDS:
             self._slept = self._since_last()
 
-    def take(self, seconds: float) -> float:
+    def take(self, seconds: float, usual: float = 0.0) -> float:
         """How much of a time that was noted lately the thread may have slept, which is known once.
 
-        0 in another thread.
+        `usual`: how long it slept besides. 0 in another thread.
         """
-        self._slept += self._since_last()
+        self._slept = max(0.0, self._slept + self._since_last() - usual)
         taken = min(seconds, self._slept)
         self._slept -= taken
         return taken

@@ -1,0 +1,239 @@
+"""Steps in which hooks time only input and backward passes notice what else a script does."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+from torch.utils.data import DataLoader, Dataset
+
+from paceline.profiler import FACTOR_VARIABLE, session
+from paceline.profiler.collection import read_ranks
+from paceline.profiler.session import Session
+from paceline.profiler.tracking.paused_steps import UsualStep
+from paceline.records import PHASES, RunFolder
+from tests.support.profiled import loader, loss_of, model, train_step
+
+STEPS = 160
+
+
+class Script:
+    """Trains in a session that records about one of eight windows."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.net = model()
+        self.optimizer = SGD(self.net.parameters(), lr=0.1)
+        self.batches = loader(STEPS)
+        self.session = Session(folder)
+
+    @property
+    def is_paused(self) -> bool:
+        return bool(self.session.tracker.paused.thread)
+
+    def train(self, batches: Any) -> None:
+        for batch in batches:
+            train_step(self.net, self.optimizer, *batch)
+
+    def train_until_paused(self) -> int:
+        """Returns the number of steps."""
+        for steps, batch in enumerate(self.batches):
+            if self.is_paused:
+                return steps
+            train_step(self.net, self.optimizer, *batch)
+        raise AssertionError("no pause")
+
+    def close(self) -> Mapping[str, Any]:
+        """The totals at the end."""
+        self.session.close()
+        (record,) = read_ranks(RunFolder(self.folder))
+        return record.blocks[-1]
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Script]:
+    monkeypatch.setenv(FACTOR_VARIABLE, "8")
+    one = Script(tmp_path)
+    one.session.start()
+    yield one
+    one.session.close()
+
+
+def test_steps_and_samples_are_exact_and_phases_add_up(script: Script) -> None:
+    for _ in range(3):
+        script.train(loader(STEPS + 1))
+    tracker, clock = script.session.tracker, script.session.tracker.clock
+    assert tracker.paused_steps > STEPS
+    totals = script.close()
+    assert tracker.steps == 3 * (STEPS + 1)
+    assert totals["samples"] == 3 * 4 * (STEPS + 1)
+    assert math.fsum(totals["phases"].values()) == pytest.approx(clock.wall_seconds, abs=1e-4)
+    assert min(totals["phases"].values()) >= 0
+    for phase in ("input", "forward", "backward", "update"):
+        assert totals["phases"][phase] > 0
+    assert len(clock.step_seconds) == tracker.steps
+    (loaders,) = (script.session._calls.records()["loaders"][:1],)
+    assert sum(each["batches"] for each in loaders) == STEPS + 1
+
+
+class SlowData(Dataset[Any]):
+    """Each tenth sample takes 20 ms."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Any:
+        if index % 10 == 9:
+            time.sleep(0.02)
+        return torch.ones(2), torch.zeros(2)
+
+
+def test_input_is_measured_in_each_step(script: Script) -> None:
+    script.train_until_paused()
+    before = script.session.tracker.clock.seconds["input"]
+    # The same dataset as before would not end the pause.
+    script.session.tracker.paused.dataset = id(data := SlowData())
+    script.train(DataLoader(data, batch_size=4))
+    assert script.is_paused
+    script.session.tracker.events.flush()
+    script.session._flushed()
+    assert 0.08 <= script.session.tracker.clock.seconds["input"] - before < 0.2
+    assert script.session.tracker.clock.seconds["wait"] == 0
+
+
+def evaluate_without_loader(net: nn.Module) -> None:
+    net.eval()
+    with torch.no_grad():
+        net(torch.ones(1, 2))
+        time.sleep(0.03)
+    net.train()
+
+
+def evaluate_with_loader(net: nn.Module) -> None:
+    net.eval()
+    for inputs, _ in loader(3):
+        time.sleep(0.01)
+        with torch.no_grad():
+            net(inputs)
+    net.train()
+
+
+def evaluate_batches_without_gradients(net: nn.Module) -> None:
+    with torch.no_grad():
+        for inputs, _ in loader(3):
+            time.sleep(0.01)
+            net(inputs)
+
+
+@pytest.mark.parametrize(
+    "evaluate", [evaluate_without_loader, evaluate_with_loader, evaluate_batches_without_gradients]
+)
+def test_evaluation_ends_a_pause_and_is_measured(
+    script: Script, evaluate: Callable[[nn.Module], None]
+) -> None:
+    script.train_until_paused()
+    samples = script.session.tracker.samples
+    evaluate(script.net)
+    assert not script.is_paused
+    # What precedes the first call of the model may be anything.
+    script.train(loader(2))
+    totals = script.close()
+    assert totals["phases"]["evaluate"] == pytest.approx(0.03, rel=0.5)
+    assert totals["samples"] == samples + 8
+
+
+def test_a_checkpoint_ends_a_pause_and_is_measured(script: Script, tmp_path: Path) -> None:
+    steps = script.train_until_paused()
+    torch.save(script.net.state_dict(), tmp_path / "model.pt")
+    assert not script.is_paused
+    script.train(loader(2))
+    totals = script.close()
+    assert totals["checkpoints"] == 1
+    assert totals["phases"]["checkpoint"] > 0
+    assert script.session.tracker.steps == steps + 2
+
+
+def test_the_next_epoch_of_the_same_data_does_not_end_a_pause(script: Script) -> None:
+    batches = loader(30)
+    paused = []
+    for _ in range(10):
+        for batch in batches:
+            paused.append(script.is_paused)
+            train_step(script.net, script.optimizer, *batch)
+        paused.append(script.is_paused)
+    # The factor is 8: more than half of the 300 steps are in pauses, with epochs of 30 steps.
+    assert sum(paused) > len(paused) / 2
+
+
+def test_losses_in_a_pause_are_not_known(script: Script) -> None:
+    steps = script.train_until_paused()
+    script.train(islice(script.batches, 5))
+    script.session.close()
+    (record,) = read_ranks(RunFolder(script.folder))
+    losses = [loss for block in record.blocks for loss in block["loss"]]
+    assert len(losses) == script.session.tracker.steps
+    assert all(loss is not None for loss in losses[:steps])
+    assert set(losses[steps:]) == {None}
+
+
+def test_a_read_back_of_each_step_is_counted_in_pauses(script: Script) -> None:
+    for inputs, targets in loader(STEPS):
+        script.optimizer.zero_grad()
+        loss = loss_of(script.net, inputs, targets)
+        loss.backward()
+        script.optimizer.step()
+        loss.item()
+    assert script.session.tracker.paused_steps > 0
+    script.session._calls.end_step()
+    (site,) = script.session._calls.records()["calls"]
+    assert site["count"] == STEPS
+
+
+def test_nested_backward_passes_count_once(script: Script) -> None:
+    script.train_until_paused()
+    paused = script.session.tracker.paused
+    weight = torch.ones(1, requires_grad=True)
+
+    class Nested(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, value: torch.Tensor) -> torch.Tensor:
+            return value * 1
+
+        @staticmethod
+        def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+            with torch.enable_grad():
+                inner = torch.ones(1, requires_grad=True)
+                torch.autograd.grad((inner * 2).sum(), inner)
+                time.sleep(0.02)
+            return gradient
+
+    before, began = paused.backward_seconds, time.perf_counter()
+    output = Nested.apply(weight)  # type: ignore[no-untyped-call]
+    output.sum().backward()
+    assert 0.02 <= paused.backward_seconds - before <= time.perf_counter() - began
+    assert not paused.is_in_backward
+
+
+def test_an_exception_in_a_paused_step_changes_nothing(script: Script) -> None:
+    script.train_until_paused()
+    with pytest.raises(RuntimeError):
+        torch.ones(2).backward()
+    with pytest.raises(RuntimeError):
+        script.net(torch.ones(1, 3))
+    script.train(loader(3))
+    assert session.active() is None
+    assert math.isfinite(sum(script.close()["phases"].values()))
+
+
+def test_a_window_without_time_leaves_the_rest_unknown() -> None:
+    usual = UsualStep.of(dict.fromkeys(PHASES, 0.0), 0.0, 16)
+    assert usual.rest == {"other": 1.0}
+    assert usual.exchange_share == 0
