@@ -41,8 +41,9 @@ from paceline.measure.machine import hardware, software
 from paceline.measure.noise_scale import learning_rate_factor
 from paceline.plan.advice import Advice, advise
 from paceline.plan.calibration import Calibration
-from paceline.plan.prediction import Predictor, Target
+from paceline.plan.prediction import Predictor
 from paceline.plan.run_calibration import calibrate
+from paceline.plan.target import Target
 from paceline.records import noise_scale_text
 
 BASE_BATCH = 64

@@ -48,7 +48,7 @@ from common.plan_measurements import (
 from common.side_by_side import Batch, measure_side_by_side
 from paceline.plan.calibration import Calibration, MeasuredRun, parse
 from paceline.plan.option_variants import EXACT_STRATEGIES
-from paceline.plan.prediction import Target
+from paceline.plan.target import Target
 
 RECORDED = Path(__file__).parents[1] / "tests" / "plan" / "recorded" / "emulated_clusters.jsonl"
 

@@ -47,8 +47,9 @@ from paceline.plan.comm_records import codec_timings, comm_timings
 from paceline.plan.links import Link
 from paceline.plan.measurement import COMM, FEWEST_PERIODS, READY_TIMES, ShortRuns, run_steps
 from paceline.plan.option_variants import EXACT_STRATEGIES
-from paceline.plan.prediction import Predictor, Target
+from paceline.plan.prediction import Predictor
 from paceline.plan.run_calibration import calibrate
+from paceline.plan.target import Target
 
 RECORDED = Path(__file__).parents[1] / "tests" / "plan" / "recorded" / "advice.jsonl"
 LINKS = {"1gbit": Link(1e9), "100mbit": Link(1e8)}

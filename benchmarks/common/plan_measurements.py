@@ -37,8 +37,9 @@ from paceline.plan.measurement import (
     measure_side_by_side,
     run_steps,
 )
-from paceline.plan.prediction import Predictor, Target
+from paceline.plan.prediction import Predictor
 from paceline.plan.run_calibration import calibrate, measured_run
+from paceline.plan.target import Target
 
 LINKS = {
     "1gbit": "bandwidth=1gbit",

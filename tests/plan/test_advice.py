@@ -14,7 +14,8 @@ from paceline.plan.advice import advise, command
 from paceline.plan.calibration import Calibration, CodecTiming, SizePoint
 from paceline.plan.links import Link
 from paceline.plan.option_variants import EXACT_STRATEGIES, option_variants
-from paceline.plan.prediction import Predictor, Target
+from paceline.plan.prediction import Predictor
+from paceline.plan.target import Target
 from tests.support.calibrations import LINK, calibration
 
 WORKERS = (1, 2, 4, 8)

@@ -16,7 +16,7 @@ from paceline.plan.advice import advise
 from paceline.plan.calibration import Calibration
 from paceline.plan.learning import Learning, learning_of
 from paceline.plan.links import Link
-from paceline.plan.prediction import Target
+from paceline.plan.target import Target
 from tests.support.calibrations import calibration
 from tests.support.records import FakeRun, add_noise_samples, write_run
 

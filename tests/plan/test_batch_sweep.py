@@ -11,7 +11,7 @@ import pytest
 
 from paceline.plan.advice import advise
 from paceline.plan.calibration import Calibration
-from paceline.plan.prediction import Target
+from paceline.plan.target import Target
 
 RECORDED = json.loads((Path(__file__).parent / "recorded" / "batch_sweep.json").read_text())
 

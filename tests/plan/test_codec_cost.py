@@ -14,9 +14,10 @@ from paceline.plan.collective_cost import CollectiveTime
 from paceline.plan.job import Compute, Job
 from paceline.plan.links import Link
 from paceline.plan.overlap_simulation import Transfer, simulate_overlap
-from paceline.plan.prediction import Predictor, Target
+from paceline.plan.prediction import Predictor
 from paceline.plan.step_simulation import simulate_step
 from paceline.plan.strategy_options import own_options
+from paceline.plan.target import Target
 from tests.support.calibrations import FAST, LINK, calibration
 
 MIB = 2**20

@@ -12,13 +12,12 @@ from paceline.comm.cost import Network as CostNetwork
 from paceline.plan.calibration import CollectiveTiming, SizePoint
 from paceline.plan.collective_cost import (
     MESSAGE_SHARE,
-    Rounds,
     RoundTimes,
     in_sequence,
     measured_round_trips,
-    rounds_of,
 )
 from paceline.plan.links import Link
+from paceline.plan.message_rounds import Rounds, rounds_of
 from tests.support.calibrations import timing
 from tests.support.message_simulation import Network, simulated_seconds
 

@@ -13,7 +13,8 @@ from paceline.plan.collective_cost import RoundTimes
 from paceline.plan.collective_times import Place
 from paceline.plan.host_levels import Level, levels_of
 from paceline.plan.links import Link
-from paceline.plan.prediction import Predictor, Target
+from paceline.plan.prediction import Predictor
+from paceline.plan.target import Target
 from tests.support.calibrations import LINK, calibration, timing
 from tests.support.message_simulation import Message, Network, messages_of, simulate
 

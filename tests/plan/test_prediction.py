@@ -11,9 +11,11 @@ from paceline.errors import MissingMeasurementError
 from paceline.plan import prediction
 from paceline.plan.calibration import Contention, MeasuredRun
 from paceline.plan.compute_times import ComputeTimes
+from paceline.plan.corrections import Correction, shrunk_correction
 from paceline.plan.links import Link
-from paceline.plan.prediction import Correction, Predictor, Target, shrunk_correction
+from paceline.plan.prediction import Predictor
 from paceline.plan.stragglers import expected_maximum
+from paceline.plan.target import Target
 from tests.support.calibrations import FAST, LINK, calibration, point, timing
 
 

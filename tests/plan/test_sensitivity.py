@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from paceline.plan.links import Link
-from paceline.plan.prediction import Predictor, Target
+from paceline.plan.prediction import Predictor
 from paceline.plan.sensitivity import Effect, sensitivity
+from paceline.plan.target import Target
 from tests.support.calibrations import LINK, calibration
 
 

@@ -7,8 +7,9 @@ import heapq
 import numpy as np
 import pytest
 
-from paceline.plan.prediction import Predictor, Target
+from paceline.plan.prediction import Predictor
 from paceline.plan.stragglers import bounded_mean, expected_maximum
+from paceline.plan.target import Target
 from paceline.strategies.parameter_server.assignments import AssignmentQueue
 from paceline.strategies.strategy import AssignmentRequest
 from tests.support.calibrations import calibration

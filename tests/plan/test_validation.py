@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from paceline.plan.calibration import Calibration, MeasuredRun
-from paceline.plan.prediction import Predictor, Target
+from paceline.plan.prediction import Predictor
+from paceline.plan.target import Target
 from paceline.plan.validation import median_error, validate
 from tests.support.calibrations import FAST, calibration
 

@@ -17,7 +17,8 @@ from paceline.errors import NoPredictionError
 from paceline.plan.batch_size import BatchAdvice, advise_batch, batch_sizes
 from paceline.plan.calibration import Calibration
 from paceline.plan.option_variants import is_exact, option_variants
-from paceline.plan.prediction import Prediction, Predictor, Target
+from paceline.plan.prediction import Prediction, Predictor
+from paceline.plan.target import Target
 
 SCAN_SAMPLES = 20
 """Bootstrap samples of the predictions that candidates are compared by."""

@@ -1,6 +1,6 @@
 """One step of up to 10,000 workers, each with its own compute time, and days with failures.
 
-Rounds are those of collective_cost.py, computed for all workers at once: a message starts when its
+Rounds are those of message_rounds.py, computed for all workers at once: a message starts when its
 sender and its receiver are free, and a worker is free when its messages of the round have
 arrived. Messages between racks share the uplinks of the racks.
 """

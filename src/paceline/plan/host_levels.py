@@ -13,9 +13,8 @@ from functools import cache
 
 import numpy as np
 
-from paceline.plan.collective_cost import Rounds, rounds_of
 from paceline.plan.collective_times import Place
-from paceline.plan.message_rounds import MESSAGE_ROUNDS
+from paceline.plan.message_rounds import MESSAGE_ROUNDS, Rounds, rounds_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,13 @@
-"""The messages of all-reduce algorithms whose rounds differ, as comm/algorithms sends them."""
+"""The rounds of collectives, as comm/algorithms and gloo perform them.
+
+An algorithm on P workers is a sequence of rounds (`rounds_of`). In a round, workers exchange
+messages, and the busiest link carries `link_bytes` in one direction. `MESSAGE_ROUNDS` has the
+messages of algorithms whose rounds differ.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -9,6 +15,55 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ranks = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """Equal rounds of an algorithm, one after the other."""
+
+    count: int
+    link_bytes: float
+    """Bytes that the busiest link carries in one direction, in one round."""
+    messages: int = 1
+    """That the busiest worker receives or sends, in one round."""
+    alternates: bool = False
+    """Whether the busiest link carries them in turns in one direction and in the other."""
+
+
+def rounds_of(
+    operation: str, algorithm: str, workers: int, size_bytes: float
+) -> tuple[Rounds, ...]:
+    """The rounds of a collective, as comm/algorithms and gloo perform it.
+
+    `size_bytes` is that of the whole tensor, as in `paceline comm`.
+    """
+    if workers < 2:
+        return ()
+    peers, chunk = workers - 1, size_bytes / workers
+    depth = math.ceil(math.log2(workers))
+    if operation == "all_reduce":
+        if algorithm in ("ring", "library"):
+            return (Rounds(2 * peers, chunk),)
+        if algorithm == "root":
+            return (Rounds(2, peers * size_bytes, peers, alternates=True),)
+        if algorithm == "tree":
+            return (Rounds(2 * depth, size_bytes),)
+        if algorithm == "halving_doubling":
+            halvings = workers.bit_length() - 1
+            halves = tuple(Rounds(2, size_bytes / 2**step) for step in range(1, halvings + 1))
+            # Ranks beyond a power of two send everything to a partner, and get everything back.
+            return (Rounds(2, size_bytes), *halves) if workers != 1 << halvings else halves
+    by_operation = {
+        "reduce_scatter": Rounds(peers, chunk),
+        "all_gather": Rounds(peers, chunk),
+        "gather": Rounds(1, peers * chunk, peers),
+        "scatter": Rounds(1, peers * chunk, peers),
+        "broadcast": Rounds(depth, size_bytes),
+        "send_recv": Rounds(1, size_bytes),
+    }
+    if operation not in by_operation:
+        raise ValueError(f"no rounds are known for {operation} by {algorithm}")
+    return (by_operation[operation],)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,10 @@ from paceline.errors import NoPredictionError, UsageError
 from paceline.plan.advice import MIN_GAIN, command
 from paceline.plan.calibration import Calibration, MeasuredRun
 from paceline.plan.option_variants import EXACT_STRATEGIES, is_exact, option_variants
-from paceline.plan.prediction import Interval, Prediction, Predictor, Target
+from paceline.plan.prediction import Interval, Prediction, Predictor
 from paceline.plan.recorded_job import RecordedJob, why_unplannable
 from paceline.plan.run_calibration import calibrate_runs
+from paceline.plan.target import Target
 from paceline.records import read_json
 
 SAMPLES = 25

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 
 from paceline.plan.calibration import Calibration
 from paceline.plan.codec_cost import PLANNED_CODECS
-from paceline.plan.prediction import Target
 from paceline.plan.step_simulation import BUCKET_STRATEGIES, PRESETS
+from paceline.plan.target import Target
 from paceline.strategies.bucket_layout import MIB
 
 EXACT_STRATEGIES = (

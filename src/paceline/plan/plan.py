@@ -13,11 +13,12 @@ from paceline.plan.calibration import Calibration
 from paceline.plan.cluster_simulation import Day, Failures, Racks, simulate_days
 from paceline.plan.links import Link
 from paceline.plan.option_variants import EXACT_STRATEGIES
-from paceline.plan.prediction import Prediction, Predictor, Target
+from paceline.plan.prediction import Prediction, Predictor
 from paceline.plan.run_calibration import calibrate, read_measured_runs
 from paceline.plan.sensitivity import Sensitivity, sensitivity
 from paceline.plan.step_simulation import STRATEGIES
 from paceline.plan.strategy_options import check_options, own_options, without_defaults
+from paceline.plan.target import Target
 from paceline.plan.validation import Check, validate
 from paceline.records import SCHEMA, write_json
 

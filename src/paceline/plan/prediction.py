@@ -9,27 +9,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from statistics import NormalDist, fmean
-from typing import Any, Literal, Self
+from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import MissingMeasurementError
 from paceline.plan.calibration import COMPUTE_PHASES, Calibration, MeasuredRun
-from paceline.plan.cluster_simulation import Racks, racks_factor
+from paceline.plan.cluster_simulation import racks_factor
 from paceline.plan.codec_cost import CODEC_OPTIONS, CodecCost, codec_cost
 from paceline.plan.collective_cost import NO_TIME, CollectiveTime
-from paceline.plan.collective_times import CollectiveMeasurements, CollectiveTimes, Place
+from paceline.plan.collective_times import CollectiveMeasurements, CollectiveTimes
 from paceline.plan.compute_times import RUN_DEVIATION, ComputeTimes
+from paceline.plan.corrections import FEWEST_RUNS, LEAST_CORRECTION, Corrections, measured_exchange
 from paceline.plan.host_levels import levels_of
 from paceline.plan.host_sharing import HostSharing
 from paceline.plan.job import Job, StepTime
-from paceline.plan.links import Link
 from paceline.plan.step_simulation import STRATEGIES, local_steps, simulate_step
 from paceline.plan.stragglers import asynchronous_mean, bounded_mean, expected_maximum
+from paceline.plan.target import Target
 
 Floats = NDArray[np.float64]
 
@@ -47,16 +48,6 @@ other programs; and of what the model leaves out."""
 COMPUTE_SLOWDOWN = 0.1
 """Relative standard deviation of what several workers slow each other's compute by, before any run
 shows it."""
-LEAST_CORRECTION = 0.25
-"""Beyond this, the run was disturbed or is not what the model describes."""
-LEAST_SPREAD = 0.1
-"""Relative standard deviation of the correction of a strategy without runs."""
-MOST_DEVIATION = 0.5
-"""Of a correction; a run with more says nothing about software."""
-FEWEST_RUNS = 4
-"""Fewer runs do not show how corrections differ between strategies."""
-SIZE_OPTIONS = ("bucket_mib", "first_bucket_mib", "every", "tau", "servers", "place")
-"""Options that the model covers: runs that differ in them have the same correction."""
 MOST_WORKERS_FACTOR = 4
 """A prediction for more times the measured number of workers is extrapolated."""
 
@@ -74,68 +65,6 @@ class Interval:
 
     def to_dict(self) -> dict[str, float]:
         return {"median": self.median, "low": self.low, "high": self.high}
-
-
-@dataclass(frozen=True, slots=True)
-class TimeFactors:
-    """Factors on what the calibration measured, for questions such as: what if links were faster?
-
-    Unlike another link, they keep the correction by runs on the same link.
-    """
-
-    compute: float = 1.0
-    latency: float = 1.0
-    transfer: float = 1.0
-    """Of each byte."""
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """What to predict."""
-
-    strategy: str
-    workers: int
-    samples: int
-    """Samples of the global batch."""
-    options: Mapping[str, str] = field(default_factory=dict)
-    hosts: int | None = None
-    """None: one worker per host, if there is a link, else one host."""
-    link: Link | None = None
-    """Between the hosts."""
-    backend: str = "gloo"
-    """As in CollectiveTiming."""
-    scaling: Literal["strong", "weak"] = "strong"
-    """What efficiency is relative to: one worker with the global or with its local batch."""
-    slowdown: float = 1.0
-    """Compute time of the slowest worker's machine, relative to the others."""
-    racks: Racks | None = None
-    """None: the links of all hosts meet in one switch."""
-    factors: TimeFactors = TimeFactors()
-
-    @classmethod
-    def of(cls, run: MeasuredRun) -> Self:
-        """What was measured."""
-        samples = run.samples * run.workers
-        return cls(
-            run.strategy, run.workers, samples, run.options, run.hosts, run.link, run.backend
-        )
-
-    @property
-    def host_count(self) -> int:
-        return self.hosts or (self.workers if self.link else 1)
-
-    @property
-    def workers_per_host(self) -> float:
-        return self.workers / self.host_count
-
-    @property
-    def place(self) -> Place:
-        return Place(self.backend, self.host_count > 1, self.link)
-
-    @property
-    def samples_of_worker(self) -> int:
-        """Of the worker with the most samples."""
-        return -(-self.samples // self.workers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,15 +104,6 @@ class Prediction:
             "extrapolated": bool(self.extrapolated),
             "extrapolated_because": list(self.extrapolated),
         }
-
-
-@dataclass(frozen=True, slots=True)
-class Correction:
-    """Factor on the software's part of all collectives."""
-
-    factor: float
-    deviation: float
-    """Relative standard deviation."""
 
 
 class _Sample:
@@ -231,8 +151,7 @@ class Predictor:
         self._count, self._seed = samples, seed
         self._measurements = CollectiveMeasurements(calibration)
         self._host = HostSharing(calibration)
-        self._corrections: dict[int, Correction] = {}
-        """By index of the run."""
+        self._corrections = Corrections(calibration.runs, self._exchange_seconds)
 
     @cached_property
     def _samples(self) -> list[_Sample]:
@@ -288,11 +207,11 @@ class Predictor:
     def typical_step_seconds(self, target: Target) -> float:
         """From the measurements themselves, without samples of them: fast, to compare targets."""
         compute = self._compute_factor(target)
-        step = self._simulate(self._center, target, compute, self._correction(target).factor)
+        step = self._simulate(self._center, target, compute, self._corrections.of(target).factor)
         return step.seconds * self._racks_factor(target)
 
     def _steps(self, target: Target) -> list[StepTime]:
-        correction = self._correction(target)
+        correction = self._corrections.of(target)
         compute = self._compute_factor(target)
         return [
             self._simulate(
@@ -424,7 +343,7 @@ class Predictor:
         ratios = []
         for run in self.calibration.runs:
             if run.workers > 1 and run.strategy in STRATEGIES:
-                ratio = _measured_exchange(run) / max(self._exchange_seconds(run, 1.0), 1e-9)
+                ratio = measured_exchange(run) / max(self._exchange_seconds(run, 1.0), 1e-9)
                 ratios += [ratio] if ratio > 0 else []
         return _spread(ratios, COMMUNICATION_ERROR)
 
@@ -456,63 +375,11 @@ class Predictor:
             return None
         return min(max(measured / model, LEAST_CORRECTION), 1 / LEAST_CORRECTION)
 
-    def _correction(self, target: Target) -> Correction:
-        """Factor on the software of collectives that makes the model exact for runs on the link.
-
-        From runs of the same strategy with the most similar number of workers, with the same
-        options if there are any. Much of the factor is due to the machine, so it is drawn towards
-        the median over all strategies: the more, the less sure it is. Without runs of the strategy
-        it is the median, and the spread over the others is its uncertainty.
-        """
-        runs = [
-            run
-            for run in self.calibration.runs
-            if run.workers > 1
-            and run.strategy in STRATEGIES
-            and Place(run.backend, run.hosts > 1, run.link) == target.place
-        ]
-        form = _form(target.strategy, target.options)
-        same = [run for run in runs if _form(run.strategy, run.options) == form] or [
-            run for run in runs if _form(run.strategy, run.options) == _without_codec(form)
-        ]
-        same = [run for run in same if dict(run.options) == dict(target.options)] or same
-        distances = [abs(math.log(run.workers / target.workers)) for run in same or runs]
-        chosen = [
-            self._run_correction(run)
-            for run, distance in zip(same or runs, distances, strict=True)
-            if distance <= min(distances) + 1e-9
-        ]
-        if not chosen:
-            return Correction(1.0, 0.0)
-        everything = [self._run_correction(run) for run in runs]
-        return shrunk_correction(chosen if same else [], everything)
-
-    def _run_correction(self, run: MeasuredRun) -> Correction:
-        key = self.calibration.runs.index(run)
-        if key not in self._corrections:
-            self._corrections[key] = self._fit_correction(run)
-        return self._corrections[key]
-
     def _exchange_seconds(self, run: MeasuredRun, software_factor: float) -> float:
-        """By the model, for a step like those of the run: what `_measured_exchange` measures."""
+        """By the model, for a step like those of the run: what `measured_exchange` measures."""
         compute = self._compute_ratio(run) or 1.0
         step = self._simulate(self._center, Target.of(run), compute, software_factor)
         return step.exchange_seconds if "exchange" in run.phases else step.seconds
-
-    def _fit_correction(self, run: MeasuredRun) -> Correction:
-        """By bisection, from the exchange phase, which compute times do not disturb."""
-        measured = _measured_exchange(run)
-        low, high = LEAST_CORRECTION, 1 / LEAST_CORRECTION
-        for _ in range(30):
-            middle = math.sqrt(low * high)
-            is_long = self._exchange_seconds(run, middle) > measured
-            low, high = (low, middle) if is_long else (middle, high)
-        factor = math.sqrt(low * high)
-        found, more = (self._exchange_seconds(run, each) for each in (factor, 1.1 * factor))
-        # What varies of the exchange is attributed to software.
-        software = max((more - found) / 0.1, 1e-9)
-        deviation = math.hypot(run.deviation, RUN_DEVIATION) * measured / software
-        return Correction(factor, deviation)
 
     def _memory_bytes(self, target: Target) -> float | None:
         activations = self.calibration.activation_bytes_per_sample
@@ -544,50 +411,9 @@ class Predictor:
         return found
 
 
-def _measured_exchange(run: MeasuredRun) -> float:
-    """Exposed communication of a step; the whole step if the run did not record it."""
-    if "exchange" not in run.phases:
-        return run.step_seconds
-    # Workers of a parameter server wait for each other at the server.
-    wait = run.phases.get("wait", 0.0) if run.strategy == "parameter_server" else 0.0
-    return run.phases["exchange"] + wait
-
-
-def shrunk_correction(own: Sequence[Correction], everything: Sequence[Correction]) -> Correction:
-    """The mean of `own`, drawn towards the median of all runs.
-
-    The less sure it is, compared with the spread of those that say something about software, the
-    more. Without `own`, the median with that spread as its uncertainty.
-    """
-    telling = [each for each in everything if each.deviation < MOST_DEVIATION] or everything
-    logs = np.log([each.factor for each in telling])
-    median = float(np.median(logs))
-    if not own:
-        return Correction(math.exp(median), max(float(np.std(logs)), LEAST_SPREAD))
-    mean = fmean(math.log(each.factor) for each in own)
-    deviation = math.sqrt(math.fsum(each.deviation**2 for each in own)) / len(own)
-    if len(telling) < FEWEST_RUNS:
-        return Correction(math.exp(mean), min(deviation, MOST_DEVIATION))
-    spread = max(1.48 * float(np.median(np.abs(logs - median))), LEAST_SPREAD / 2)
-    weight = spread**2 / (spread**2 + deviation**2)
-    return Correction(math.exp(median + weight * (mean - median)), deviation * math.sqrt(weight))
-
-
 def _spread(ratios: Sequence[float], least: float) -> float:
     """Standard deviation of the logarithms, without outliers; at least `least`."""
     if len(ratios) < FEWEST_RUNS:
         return least
     logs = np.log(ratios)
     return max(least, 1.48 * float(np.median(np.abs(logs - np.median(logs)))))
-
-
-Form = tuple[str, dict[str, str]]
-
-
-def _form(strategy: str, options: Mapping[str, str]) -> Form:
-    return strategy, {key: value for key, value in options.items() if key not in SIZE_OPTIONS}
-
-
-def _without_codec(form: Form) -> Form:
-    strategy, options = form
-    return strategy, {key: value for key, value in options.items() if key not in CODEC_OPTIONS}

@@ -1,7 +1,7 @@
 """Calibration from existing records: runs of any kind, and files of `paceline comm --json`.
 
 Compute times come from phases that no strategy overlaps with communication. Runs with several
-workers also correct the model for their strategy (prediction.py).
+workers also correct the model for their strategy (corrections.py).
 """
 
 from __future__ import annotations

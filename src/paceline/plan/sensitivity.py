@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.errors import MissingMeasurementError
-from paceline.plan.prediction import Interval, Predictor, Target, TimeFactors
+from paceline.plan.prediction import Interval, Predictor
 from paceline.plan.step_simulation import DDP_MIB
+from paceline.plan.target import Target, TimeFactors
 from paceline.strategies.bucket_layout import DEFAULT_MIB
 
 SLOWDOWN = 1.3

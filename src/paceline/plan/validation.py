@@ -13,7 +13,8 @@ from typing import Any
 
 from paceline.errors import NoPredictionError
 from paceline.plan.calibration import Calibration, MeasuredRun
-from paceline.plan.prediction import Interval, Predictor, Target
+from paceline.plan.prediction import Interval, Predictor
+from paceline.plan.target import Target
 
 
 @dataclass(frozen=True, slots=True)

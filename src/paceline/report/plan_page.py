@@ -9,7 +9,8 @@ from pathlib import Path
 from paceline import formatting
 from paceline.errors import RecordsError
 from paceline.plan.plan import Plan
-from paceline.plan.prediction import Interval, Prediction, Target
+from paceline.plan.prediction import Interval, Prediction
+from paceline.plan.target import Target
 from paceline.plan.validation import Check
 from paceline.report.charts.axes import WIDTH
 from paceline.report.charts.lines import LEFT, RIGHT, LineChart, Series

@@ -11,9 +11,10 @@ from paceline.plan.advice import Advice
 from paceline.plan.calibration import MeasuredRun
 from paceline.plan.next_runs import NextRun
 from paceline.plan.plan import Plan
-from paceline.plan.prediction import Interval, Prediction, Target
+from paceline.plan.prediction import Interval, Prediction
 from paceline.plan.sensitivity import Effect
 from paceline.plan.step_simulation import BUCKET_STRATEGIES
+from paceline.plan.target import Target
 from paceline.plan.validation import Check, median_error
 from paceline.records import noise_scale_text
 from paceline.strategies.bucket_layout import FIRST_MIB, MIB

@@ -1,0 +1,144 @@
+"""Corrections: costs of a strategy that the model leaves out, from runs on the same link."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+import numpy as np
+
+from paceline.plan.calibration import MeasuredRun
+from paceline.plan.codec_cost import CODEC_OPTIONS
+from paceline.plan.collective_times import Place
+from paceline.plan.compute_times import RUN_DEVIATION
+from paceline.plan.step_simulation import STRATEGIES
+from paceline.plan.target import Target
+
+LEAST_CORRECTION = 0.25
+"""Beyond this, the run was disturbed or is not what the model describes."""
+LEAST_SPREAD = 0.1
+"""Relative standard deviation of the correction of a strategy without runs."""
+MOST_DEVIATION = 0.5
+"""Of a correction; a run with more says nothing about software."""
+FEWEST_RUNS = 4
+"""Fewer runs do not show how corrections differ between strategies."""
+SIZE_OPTIONS = ("bucket_mib", "first_bucket_mib", "every", "tau", "servers", "place")
+"""Options that the model covers: runs that differ in them have the same correction."""
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """Factor on the software's part of all collectives."""
+
+    factor: float
+    deviation: float
+    """Relative standard deviation."""
+
+
+class Corrections:
+    """Corrections by the runs of a calibration; each run is fitted once."""
+
+    def __init__(
+        self,
+        runs: Sequence[MeasuredRun],
+        exchange_seconds: Callable[[MeasuredRun, float], float],
+    ) -> None:
+        """`exchange_seconds` is the model's for a run, with a factor on its software."""
+        self._runs, self._exchange_seconds = runs, exchange_seconds
+        self._known: dict[int, Correction] = {}
+        """By index of the run."""
+
+    def of(self, target: Target) -> Correction:
+        """Factor on the software of collectives that makes the model exact for runs on the link.
+
+        From runs of the same strategy with the most similar number of workers, with the same
+        options if there are any. Much of the factor is due to the machine, so it is drawn towards
+        the median over all strategies: the more, the less sure it is. Without runs of the strategy
+        it is the median, and the spread over the others is its uncertainty.
+        """
+        runs = [
+            run
+            for run in self._runs
+            if run.workers > 1
+            and run.strategy in STRATEGIES
+            and Place(run.backend, run.hosts > 1, run.link) == target.place
+        ]
+        form = _form(target.strategy, target.options)
+        same = [run for run in runs if _form(run.strategy, run.options) == form] or [
+            run for run in runs if _form(run.strategy, run.options) == _without_codec(form)
+        ]
+        same = [run for run in same if dict(run.options) == dict(target.options)] or same
+        distances = [abs(math.log(run.workers / target.workers)) for run in same or runs]
+        chosen = [
+            self._of_run(run)
+            for run, distance in zip(same or runs, distances, strict=True)
+            if distance <= min(distances) + 1e-9
+        ]
+        if not chosen:
+            return Correction(1.0, 0.0)
+        everything = [self._of_run(run) for run in runs]
+        return shrunk_correction(chosen if same else [], everything)
+
+    def _of_run(self, run: MeasuredRun) -> Correction:
+        key = self._runs.index(run)
+        if key not in self._known:
+            self._known[key] = self._fit(run)
+        return self._known[key]
+
+    def _fit(self, run: MeasuredRun) -> Correction:
+        """By bisection, from the exchange phase, which compute times do not disturb."""
+        measured = measured_exchange(run)
+        low, high = LEAST_CORRECTION, 1 / LEAST_CORRECTION
+        for _ in range(30):
+            middle = math.sqrt(low * high)
+            is_long = self._exchange_seconds(run, middle) > measured
+            low, high = (low, middle) if is_long else (middle, high)
+        factor = math.sqrt(low * high)
+        found, more = (self._exchange_seconds(run, each) for each in (factor, 1.1 * factor))
+        # What varies of the exchange is attributed to software.
+        software = max((more - found) / 0.1, 1e-9)
+        deviation = math.hypot(run.deviation, RUN_DEVIATION) * measured / software
+        return Correction(factor, deviation)
+
+
+def measured_exchange(run: MeasuredRun) -> float:
+    """Exposed communication of a step; the whole step if the run did not record it."""
+    if "exchange" not in run.phases:
+        return run.step_seconds
+    # Workers of a parameter server wait for each other at the server.
+    wait = run.phases.get("wait", 0.0) if run.strategy == "parameter_server" else 0.0
+    return run.phases["exchange"] + wait
+
+
+def shrunk_correction(own: Sequence[Correction], everything: Sequence[Correction]) -> Correction:
+    """The mean of `own`, drawn towards the median of all runs.
+
+    The less sure it is, compared with the spread of those that say something about software, the
+    more. Without `own`, the median with that spread as its uncertainty.
+    """
+    telling = [each for each in everything if each.deviation < MOST_DEVIATION] or everything
+    logs = np.log([each.factor for each in telling])
+    median = float(np.median(logs))
+    if not own:
+        return Correction(math.exp(median), max(float(np.std(logs)), LEAST_SPREAD))
+    mean = fmean(math.log(each.factor) for each in own)
+    deviation = math.sqrt(math.fsum(each.deviation**2 for each in own)) / len(own)
+    if len(telling) < FEWEST_RUNS:
+        return Correction(math.exp(mean), min(deviation, MOST_DEVIATION))
+    spread = max(1.48 * float(np.median(np.abs(logs - median))), LEAST_SPREAD / 2)
+    weight = spread**2 / (spread**2 + deviation**2)
+    return Correction(math.exp(median + weight * (mean - median)), deviation * math.sqrt(weight))
+
+
+Form = tuple[str, dict[str, str]]
+
+
+def _form(strategy: str, options: Mapping[str, str]) -> Form:
+    return strategy, {key: value for key, value in options.items() if key not in SIZE_OPTIONS}
+
+
+def _without_codec(form: Form) -> Form:
+    strategy, options = form
+    return strategy, {key: value for key, value in options.items() if key not in CODEC_OPTIONS}

@@ -1,0 +1,74 @@
+"""What to predict: a strategy on a number of workers, a batch and a link."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Self
+
+from paceline.plan.calibration import MeasuredRun
+from paceline.plan.cluster_simulation import Racks
+from paceline.plan.collective_times import Place
+from paceline.plan.links import Link
+
+
+@dataclass(frozen=True, slots=True)
+class TimeFactors:
+    """Factors on what the calibration measured, for questions such as: what if links were faster?
+
+    Unlike another link, they keep the correction by runs on the same link.
+    """
+
+    compute: float = 1.0
+    latency: float = 1.0
+    transfer: float = 1.0
+    """Of each byte."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What to predict."""
+
+    strategy: str
+    workers: int
+    samples: int
+    """Samples of the global batch."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    hosts: int | None = None
+    """None: one worker per host, if there is a link, else one host."""
+    link: Link | None = None
+    """Between the hosts."""
+    backend: str = "gloo"
+    """As in CollectiveTiming."""
+    scaling: Literal["strong", "weak"] = "strong"
+    """What efficiency is relative to: one worker with the global or with its local batch."""
+    slowdown: float = 1.0
+    """Compute time of the slowest worker's machine, relative to the others."""
+    racks: Racks | None = None
+    """None: the links of all hosts meet in one switch."""
+    factors: TimeFactors = TimeFactors()
+
+    @classmethod
+    def of(cls, run: MeasuredRun) -> Self:
+        """What was measured."""
+        samples = run.samples * run.workers
+        return cls(
+            run.strategy, run.workers, samples, run.options, run.hosts, run.link, run.backend
+        )
+
+    @property
+    def host_count(self) -> int:
+        return self.hosts or (self.workers if self.link else 1)
+
+    @property
+    def workers_per_host(self) -> float:
+        return self.workers / self.host_count
+
+    @property
+    def place(self) -> Place:
+        return Place(self.backend, self.host_count > 1, self.link)
+
+    @property
+    def samples_of_worker(self) -> int:
+        """Of the worker with the most samples."""
+        return -(-self.samples // self.workers)
