@@ -10,7 +10,8 @@ import pytest
 from paceline.errors import RecordsError
 from paceline.plan.calibration import Calibration, Contention, MeasuredRun, SideBySide
 from paceline.plan.host_sharing import FILE, HostSharing, read_side_by_side, write_side_by_side
-from paceline.plan.prediction import Predictor, Target
+from paceline.plan.prediction import Predictor
+from paceline.plan.target import Target
 from tests.support.calibrations import LINK, calibration, timing
 
 POINTS = (SideBySide(1, (0.01,)), SideBySide(2, (0.01, 0.012)), SideBySide(4, (0.015,) * 4))

@@ -131,3 +131,15 @@ def test_every_planned_strategy_exists() -> None:
 def test_an_unknown_strategy_is_one_line_with_a_suggestion() -> None:
     with pytest.raises(UsageError, match="overlap"):
         simulate_step(job("overlapp"))
+
+
+def test_software_of_concurrent_collectives_hides_behind_round_trips() -> None:
+    """Two collectives of 2 ms of software take three times as long at once; waiting hides it."""
+
+    def seconds(delay: float, slowdown: float, count: int = 2) -> float:
+        transfers = [Transfer(0.0, CollectiveTime(delay, 2e-3))] * count
+        return simulate_overlap(0.0, transfers, concurrent_slowdown=slowdown).end
+
+    assert seconds(0.0, 3.0) == pytest.approx(2 * 3 * 2e-3)
+    assert seconds(20e-3, 3.0) == pytest.approx(22e-3)
+    assert seconds(0.0, 3.0, count=1) == pytest.approx(2e-3)

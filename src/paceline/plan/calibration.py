@@ -30,6 +30,10 @@ VERSION = 1
 """Changes when a reader of an older version would misunderstand the file."""
 
 COMPUTE_PHASES = ("input", "forward", "backward", "update")
+OVERLAPPING = ("overlap", "ddp", "fsdp")
+"""Strategies whose backward pass includes communication."""
+UPDATES_ELSEWHERE = ("sharded", "shared", "parameter_server", "fsdp")
+"""Strategies whose workers do not update all weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +161,13 @@ class MeasuredRun:
     """Relative standard deviation of `step_seconds`: between repeats, or estimated from blocks of
     steps."""
     name: str = ""
+
+    @property
+    def compute_phases(self) -> tuple[str, ...]:
+        """Phases in which the strategy neither communicates nor leaves work to others."""
+        excluded = {"backward"} if self.strategy in OVERLAPPING else set()
+        excluded |= {"update"} if self.strategy in UPDATES_ELSEWHERE else set()
+        return tuple(phase for phase in COMPUTE_PHASES if phase not in excluded)
 
 
 @dataclass(frozen=True, slots=True)

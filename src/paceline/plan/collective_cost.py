@@ -27,6 +27,8 @@ Floats = NDArray[np.float64]
 
 ROUND_TRIPS = 1.0
 """Round trips of a round, if they were not measured: gloo sends once the receiver is ready."""
+ROOT_ROUND_TRIPS = 0.5
+"""Of all-reduce by root: who waits for the answer to its message is ready to receive it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,12 +194,14 @@ class RoundTimes:
         round_trips: float = ROUND_TRIPS,
         random: np.random.Generator | None = None,
         message_seconds: float | None = None,
+        has_call: bool = True,
     ) -> RoundTimes:
         """Fit a measurement; with `random`, a bootstrap sample of it.
 
         The time of unequal rounds is divided by the number of rounds, and their bytes too. A round
         has the latency of a message, if it is known: the software's part `message_seconds`, and
-        the round trips. The rest of the measured latency is the cost of the call.
+        the round trips. The rest of the measured latency is the cost of the call, unless an
+        algorithm without `has_call` has that cost in each round.
         """
         sizes, seconds = [], []
         for point in timing.points:
@@ -213,7 +217,7 @@ class RoundTimes:
         latency, slope, burst = _fit(np.array(sizes), np.array(seconds), small_bytes)
         round_trip = timing.link.round_trip_seconds if timing.link else 0.0
         of_call = 0.0
-        if message_seconds is not None:
+        if has_call and message_seconds is not None:
             of_call = max(0.0, latency - message_seconds - round_trips * round_trip)
         if not rounds[0].alternates:
             # While a round waits, the link recovers what the next one transfers at once.
@@ -281,7 +285,7 @@ class RoundTimes:
             largest_bytes=self.largest_bytes,
         )
 
-    def in_larger_ring(self, one_way: RoundTimes, has_call: bool) -> RoundTimes:
+    def in_larger_cluster(self, one_way: RoundTimes, has_call: bool) -> RoundTimes:
         """These times without what two workers lose because they share a connection.
 
         The bandwidth and the burst are those of one-way messages, if these are faster.
@@ -375,6 +379,8 @@ def nominal_round_times(link: Link, overhead_seconds: float = 50e-6) -> RoundTim
 
 def measured_round_trips(timings: Sequence[CollectiveTiming]) -> float:
     """Round trips per round, from measurements of one collective on links of different latency."""
+    is_root = any(timing.algorithm == "root" for timing in timings)
+    unmeasured = ROOT_ROUND_TRIPS if is_root else ROUND_TRIPS
     latencies = []
     for timing in timings:
         if timing.link is not None and (line := timing.line()) is not None:
@@ -382,8 +388,8 @@ def measured_round_trips(timings: Sequence[CollectiveTiming]) -> float:
             count = sum(each.count for each in rounds)
             latencies.append((timing.link.round_trip_seconds, line.latency_seconds / count))
     if len(latencies) < 2:
-        return ROUND_TRIPS
+        return unmeasured
     (near, fast), (far, slow) = min(latencies), max(latencies)
     if far - near < 1e-4:
-        return ROUND_TRIPS
+        return unmeasured
     return min(max((slow - fast) / (far - near), 0.5), 3.0)

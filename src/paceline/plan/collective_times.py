@@ -34,6 +34,8 @@ STAND_INS = (
 
 RINGS = ("library", "ring")
 """Algorithms whose workers send to one neighbor and receive from the other."""
+WITH_CALL = ("library", "root")
+"""Algorithms with a cost of the call besides that of rounds; those of the others are calls."""
 ONE_WAY = ("send_recv", "library")
 FEWEST = 2
 """Hosts of a collective."""
@@ -145,14 +147,16 @@ class CollectiveTimes:
 
         In a ring of two hosts, both directions share a connection, and slow each other. In larger
         rings they do not: a byte takes as long as in one-way messages, and an all-reduce as long as
-        its rounds. Reduce-scatters and all-gathers keep the cost of their calls.
+        its rounds. Reduce-scatters and all-gathers keep the cost of their calls. All-reduce by root
+        has calls of one peer while the root sends to others.
         """
-        is_larger = place.is_across_hosts and hosts > FEWEST and algorithm in RINGS
+        is_larger = place.is_across_hosts and hosts > FEWEST and algorithm in (*RINGS, "root")
         key = operation, algorithm, place, is_larger
         if key not in self._known:
             times = self._round_times(operation, algorithm, place)
             if is_larger and (one_way := self._one_way(operation, algorithm, place)):
-                times = times.in_larger_ring(one_way, has_call=operation != "all_reduce")
+                fastest = one_way if algorithm in RINGS else times
+                times = times.in_larger_cluster(fastest, has_call=operation != "all_reduce")
             self._known[key] = times
         return self._known[key]
 
@@ -173,7 +177,13 @@ class CollectiveTimes:
         if selected is not None:
             random = None if self._seed is None else np.random.default_rng(self._seed)
             timing, link = selected.timing, place.link
-            times = RoundTimes.of(timing, selected.round_trips, random, selected.message_seconds)
+            times = RoundTimes.of(
+                timing,
+                selected.round_trips,
+                random,
+                selected.message_seconds,
+                has_call=timing.algorithm in WITH_CALL,
+            )
             if link is None or timing.link is None:
                 return times
             return times.on_link(timing.link, link, selected.software_seconds_per_byte)

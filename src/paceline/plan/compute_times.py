@@ -13,10 +13,10 @@ from paceline.plan.job import Compute
 
 Floats = NDArray[np.float64]
 
-RUN_DEVIATION = 0.07
-"""Relative standard deviation of the step time between runs of the same configuration on machines
-of one kind: what 48 pairs of runs in two sessions show. It is 4.5% without the difference between
-the sessions (docs/results.md#accuracy-of-plans)."""
+PHASE_DEVIATION = 0.1
+"""Relative standard deviation of a phase between short runs of the same configuration on one
+machine: of the compute time of one worker (16 configurations, three runs each), and of exchanges
+that are limited by software (16 pairs of runs, docs/results.md#accuracy-of-plans)."""
 
 
 class ComputeTimes:
@@ -57,7 +57,7 @@ class ComputeTimes:
         lines = np.array([_line(self.samples, phase, 1 / total) for phase in phases])
         errors = (total - lines.sum(axis=0)) / total
         self.deviation = math.sqrt(float(errors @ errors) / (len(errors) - 2))
-        kept = max(0.0, 1 - (RUN_DEVIATION / max(self.deviation, 1e-9)) ** 2)
+        kept = max(0.0, 1 - (PHASE_DEVIATION / max(self.deviation, 1e-9)) ** 2)
         shrunk: Floats = lines + kept * (phases - lines)
         return shrunk
 

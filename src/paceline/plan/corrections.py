@@ -12,7 +12,7 @@ import numpy as np
 from paceline.plan.calibration import MeasuredRun
 from paceline.plan.codec_cost import CODEC_OPTIONS
 from paceline.plan.collective_times import Place
-from paceline.plan.compute_times import RUN_DEVIATION
+from paceline.plan.compute_times import PHASE_DEVIATION
 from paceline.plan.step_simulation import STRATEGIES
 from paceline.plan.target import Target
 
@@ -54,9 +54,8 @@ class Corrections:
         """Factor on the software of collectives that makes the model exact for runs on the link.
 
         From runs of the same strategy with the most similar number of workers, with the same
-        options if there are any. Much of the factor is due to the machine, so it is drawn towards
-        the median over all strategies: the more, the less sure it is. Without runs of the strategy
-        it is the median, and the spread over the others is its uncertainty.
+        options if there are any. It is drawn towards 1: the more, the less sure it is. Without runs
+        of the strategy it is the median over all strategies, and their spread is its uncertainty.
         """
         runs = [
             run
@@ -99,7 +98,7 @@ class Corrections:
         found, more = (self._exchange_seconds(run, each) for each in (factor, 1.1 * factor))
         # What varies of the exchange is attributed to software.
         software = max((more - found) / 0.1, 1e-9)
-        deviation = math.hypot(run.deviation, RUN_DEVIATION) * measured / software
+        deviation = math.hypot(run.deviation, PHASE_DEVIATION) * measured / software
         return Correction(factor, deviation)
 
 
@@ -113,23 +112,21 @@ def measured_exchange(run: MeasuredRun) -> float:
 
 
 def shrunk_correction(own: Sequence[Correction], everything: Sequence[Correction]) -> Correction:
-    """The mean of `own`, drawn towards the median of all runs.
+    """The mean of `own`, drawn towards 1: what `paceline comm` measured, without a correction.
 
-    The less sure it is, compared with the spread of those that say something about software, the
-    more. Without `own`, the median with that spread as its uncertainty.
+    The less sure it is, the more; a plan from few runs reproduces them. Without `own`, the median
+    of all runs that say something about software, with their spread as its uncertainty.
     """
     telling = [each for each in everything if each.deviation < MOST_DEVIATION] or everything
-    logs = np.log([each.factor for each in telling])
-    median = float(np.median(logs))
     if not own:
-        return Correction(math.exp(median), max(float(np.std(logs)), LEAST_SPREAD))
+        logs = np.log([each.factor for each in telling])
+        return Correction(math.exp(float(np.median(logs))), max(float(np.std(logs)), LEAST_SPREAD))
     mean = fmean(math.log(each.factor) for each in own)
     deviation = math.sqrt(math.fsum(each.deviation**2 for each in own)) / len(own)
-    if len(telling) < FEWEST_RUNS:
+    if len(everything) < FEWEST_RUNS:
         return Correction(math.exp(mean), min(deviation, MOST_DEVIATION))
-    spread = max(1.48 * float(np.median(np.abs(logs - median))), LEAST_SPREAD / 2)
-    weight = spread**2 / (spread**2 + deviation**2)
-    return Correction(math.exp(median + weight * (mean - median)), deviation * math.sqrt(weight))
+    weight = MOST_DEVIATION**2 / (MOST_DEVIATION**2 + deviation**2)
+    return Correction(math.exp(weight * mean), deviation * math.sqrt(weight))
 
 
 Form = tuple[str, dict[str, str]]

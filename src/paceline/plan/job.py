@@ -53,6 +53,8 @@ class Job:
     codec: CodecCost | None = None
     backend: str = "gloo"
     """As in CollectiveTiming."""
+    concurrent_slowdown: float = 1.0
+    """Of the software of collectives that are in progress at once."""
 
     @property
     def gradient_bytes(self) -> int:

@@ -2,7 +2,8 @@
 
 Collectives start in order, each when its gradients are ready and one of the communicator's threads
 is free. The rounds of two collectives alternate: while one waits for a round trip, the other uses
-the link, so both progress at full speed unless they need more than the whole link. While a
+the link, so both progress at full speed unless they need more than the whole link. Threads of
+collectives that are in progress at once slow the software of each other. While a
 collective is in progress, computation is slower, and vice versa. A worker has no more threads for
 the backward pass than cores, so while it encodes a gradient, both progress at half speed.
 """
@@ -44,12 +45,11 @@ class OverlapTimes:
 class _Active:
     """A collective in progress: it is encoded, then its rounds wait and use the link in turns."""
 
-    __slots__ = ("_busy", "_delay", "codec", "rounds")
+    __slots__ = ("_busy", "_delay", "_software", "codec", "rounds")
 
     def __init__(self, time: CollectiveTime) -> None:
-        self.codec, self._delay, self._busy = (
-            time.codec_seconds, time.delay_seconds, time.busy_seconds,
-        )  # fmt: skip
+        self.codec, self._delay = time.codec_seconds, time.delay_seconds
+        self._busy, self._software = time.busy_seconds, time.software_seconds
         self.rounds = 1.0
         """The share that is not done."""
 
@@ -65,9 +65,13 @@ class _Active:
         """Of all rounds, with the link to itself."""
         return max(self._delay + self._busy * slowdown, EPSILON)
 
-    def load(self, slowdown: float) -> float:
-        """Share of the time in which it uses the link, if it has the link to itself."""
-        return 0.0 if self.is_encoding else self._busy * slowdown / self.alone_seconds(slowdown)
+    def load(self, slowdown: float, concurrent_slowdown: float) -> float:
+        """Time that it needs of what collectives in progress share, relative to that of its rounds
+        with the link to itself."""
+        if self.is_encoding:
+            return 0.0
+        busy = self._busy + (concurrent_slowdown - 1) * self._software
+        return busy * slowdown / self.alone_seconds(slowdown)
 
     def seconds_left(self, codec_rate: float, rounds_seconds: float) -> float:
         """Of what it does now; all of its rounds take `rounds_seconds`."""
@@ -85,10 +89,12 @@ def simulate_overlap(
     transfers: Sequence[Transfer],
     threads: int = GLOO_THREADS,
     contention: Contention = NO_CONTENTION,
+    concurrent_slowdown: float = 1.0,
 ) -> OverlapTimes:
     """Simulate transfers, which start in the given order.
 
-    With `backward_seconds` of 0, all of them are ready at once.
+    With `backward_seconds` of 0, all of them are ready at once. `concurrent_slowdown` is that of
+    the software of collectives that are in progress at once.
     """
     now, computed, hidden = 0.0, 0.0, 0.0
     backward_ended = 0.0 if backward_seconds <= 0 else math.inf
@@ -107,7 +113,8 @@ def simulate_overlap(
         if is_computing and any(each.is_encoding for each in active):
             compute_rate = codec_rate = 0.5
         slowdown = contention.communication_slowdown if is_computing else 1.0
-        load = max(1.0, math.fsum(each.load(slowdown) for each in active))
+        concurrent = concurrent_slowdown if len(active) > 1 else 1.0
+        load = max(1.0, math.fsum(each.load(slowdown, concurrent) for each in active))
         rates = [(codec_rate, each.alone_seconds(slowdown) * load) for each in active]
         steps = [each.seconds_left(*rate) for each, rate in zip(active, rates, strict=True)]
         if is_computing:

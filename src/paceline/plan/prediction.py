@@ -23,12 +23,17 @@ from paceline.plan.cluster_simulation import racks_factor
 from paceline.plan.codec_cost import CODEC_OPTIONS, CodecCost, codec_cost
 from paceline.plan.collective_cost import NO_TIME, CollectiveTime
 from paceline.plan.collective_times import CollectiveMeasurements, CollectiveTimes
-from paceline.plan.compute_times import RUN_DEVIATION, ComputeTimes
+from paceline.plan.compute_times import PHASE_DEVIATION, ComputeTimes
 from paceline.plan.corrections import FEWEST_RUNS, LEAST_CORRECTION, Corrections, measured_exchange
 from paceline.plan.host_levels import levels_of
 from paceline.plan.host_sharing import HostSharing
 from paceline.plan.job import Job, StepTime
-from paceline.plan.step_simulation import STRATEGIES, local_steps, simulate_step
+from paceline.plan.step_simulation import (
+    STRATEGIES,
+    has_concurrent_collectives,
+    local_steps,
+    simulate_step,
+)
 from paceline.plan.stragglers import asynchronous_mean, bounded_mean, expected_maximum
 from paceline.plan.target import Target
 
@@ -48,6 +53,11 @@ other programs; and of what the model leaves out."""
 COMPUTE_SLOWDOWN = 0.1
 """Relative standard deviation of what several workers slow each other's compute by, before any run
 shows it."""
+RUN_DEVIATION = 0.045
+"""Relative standard deviation of the step time between runs on one machine: what 48 pairs of runs
+show without the shift between their sessions (docs/results.md#accuracy-of-plans)."""
+MOST_INDEPENDENCE = 4.0
+"""Runs whose workers wait longer than that were disturbed."""
 MOST_WORKERS_FACTOR = 4
 """A prediction for more times the measured number of workers is extrapolated."""
 
@@ -270,6 +280,11 @@ class Predictor:
             # The servers update the weights, which no worker slows.
             compute = replace(compute, update=compute.update / slowest)
         times = sample.collectives
+        concurrent_slowdown = 1.0
+        if target.place.is_across_hosts and has_concurrent_collectives(target.strategy, options):
+            # What runs of such a strategy take longer is due to collectives in progress at once.
+            # Within a host these also copy more slowly, which a factor on all software describes.
+            concurrent_slowdown, software_factor = software_factor, 1.0
         communication = self._host.cores(target.workers_per_host)
         if sample.communication_error:
             communication *= math.exp(self._communication_error * sample.communication_error)
@@ -298,6 +313,7 @@ class Predictor:
             local / slowest,
             codec and replace(codec, factor=compute_factor),
             target.backend,
+            concurrent_slowdown,
         )
 
     def _compute_factor(self, target: Target) -> float:
@@ -314,7 +330,7 @@ class Predictor:
         ]
         if ratios:
             return float(np.median(ratios))
-        error = math.hypot(RUN_DEVIATION, self._center.compute.deviation)
+        error = math.hypot(PHASE_DEVIATION, self._center.compute.deviation)
         share = COMPUTE_SLOWDOWN**2 / (COMPUTE_SLOWDOWN**2 + error**2)
         return float(np.median([each for _, each in self._compute_ratios]) ** share)
 
@@ -351,8 +367,9 @@ class Predictor:
     def _independence(self) -> float:
         """How much of the variation of a worker's steps makes others wait.
 
-        Workers of one machine are often slow at the same time. The ratio of the measured wait to
-        that of independent workers, median over the runs; 1 without runs.
+        Workers of one machine are often slow at the same time, while differences between workers,
+        and the noise of communication, are not in the steps of a single one. The ratio of the
+        measured wait to that of independent workers, median over the runs; 1 without runs.
         """
         ratios = []
         for run in self.calibration.runs:
@@ -360,17 +377,18 @@ class Predictor:
             expected = expected_maximum(self._center.residuals, run.workers) - 1
             if run.workers > 1 and "wait" in run.phases and compute > 0 and expected > 1e-6:
                 ratios.append(run.phases["wait"] / compute / expected)
-        return min(float(np.median(ratios)), 1.0) if ratios else 1.0
+        return min(float(np.median(ratios)), MOST_INDEPENDENCE) if ratios else 1.0
 
     def _compute_ratio(self, run: MeasuredRun) -> float | None:
-        """From phases that no strategy overlaps with communication."""
+        """From phases in which the strategy neither communicates nor leaves work to others."""
         try:
             modeled = self._center.compute.at(run.samples)
         except MissingMeasurementError:
             return None
-        slowdown = self._host.compute(Target.of(run).workers_per_host)
-        model = (modeled.input + modeled.forward) * slowdown
-        measured = run.phases.get("input", 0.0) + run.phases.get("forward", 0.0)
+        phases = [phase for phase in run.compute_phases if phase in run.phases]
+        model = math.fsum(getattr(modeled, phase) for phase in phases)
+        model *= self._host.compute(Target.of(run).workers_per_host)
+        measured = math.fsum(run.phases[phase] for phase in phases)
         if model <= 0 or measured <= 0:
             return None
         return min(max(measured / model, LEAST_CORRECTION), 1 / LEAST_CORRECTION)

@@ -24,6 +24,8 @@ from paceline.errors import MissingMeasurementError, UsageError
 from paceline.plan.calibration import (
     COMPUTE_PHASES,
     KIND,
+    OVERLAPPING,
+    UPDATES_ELSEWHERE,
     Calibration,
     CodecTiming,
     CollectiveTiming,
@@ -40,10 +42,6 @@ from paceline.plan.recorded_job import RecordedJob, why_unplannable
 from paceline.plan.strategy_options import is_modeled
 from paceline.records import read_json
 
-OVERLAPPING = ("overlap", "ddp", "fsdp")
-"""Strategies whose backward pass includes communication."""
-UPDATES_ELSEWHERE = ("sharded", "shared", "parameter_server", "fsdp")
-"""Strategies whose workers do not update all weights."""
 COMPUTE_SETTINGS = ("precision", "accumulate", "compile", "optimizer")
 """Settings that change the compute time of a step."""
 TASK_SETTINGS = ("data", "model_options", "context", "augment", "momentum")

@@ -51,21 +51,28 @@ PRESETS = {
 """Algorithm of gradient averaging, and whether it reduces all gradients at once."""
 
 
-def _preset(job: Job) -> tuple[str, bool]:
-    algorithm, is_flat = PRESETS[job.strategy]
-    text = job.options.get("flat", str(is_flat))
-    return job.options.get("algorithm", algorithm), text.lower() == "true"
+def _preset(strategy: str, options: Mapping[str, str]) -> tuple[str, bool]:
+    algorithm, is_flat = PRESETS[strategy]
+    text = options.get("flat", str(is_flat))
+    return options.get("algorithm", algorithm), text.lower() == "true"
+
+
+def has_concurrent_collectives(strategy: str, options: Mapping[str, str]) -> bool:
+    """Whether the strategy starts the collectives of all tensors before it waits for the first."""
+    if strategy not in PRESETS or options.get("codec", "none") != "none":
+        return False
+    return _preset(strategy, options) == ("library", False)
 
 
 def _averaging(job: Job) -> StepTime:
-    chosen, is_flat = _preset(job)
+    chosen, is_flat = _preset(job.strategy, job.options)
     sizes = [each.size_bytes for each in job.gradients]
     sizes = [sum(sizes)] if is_flat else sizes
     times = in_sequence([job.reduction(chosen, size) for size in sizes])
-    if chosen == "library" and job.codec is None:
-        # All are started before the first is waited for.
+    if has_concurrent_collectives(job.strategy, job.options):
         transfers = [Transfer(0.0, time) for time in times]
-        exchange = simulate_overlap(0.0, transfers).end
+        slowdown = job.concurrent_slowdown
+        exchange = simulate_overlap(0.0, transfers, concurrent_slowdown=slowdown).end
     else:
         exchange = math.fsum(time.seconds for time in times)
     return _exposed(job, exchange, _reduced_bytes(job, chosen, sizes))
@@ -222,7 +229,7 @@ def exchanges_of(job: Job) -> list[tuple[str, str, float]]:
     their local steps.
     """
     if job.strategy in PRESETS:
-        algorithm, is_flat = _preset(job)
+        algorithm, is_flat = _preset(job.strategy, job.options)
         sizes = [job.gradient_bytes] if is_flat else [each.size_bytes for each in job.gradients]
         return [("all_reduce", algorithm, size) for size in sizes]
     if job.strategy == "sharded":
