@@ -23,7 +23,7 @@ from paceline.plan.cluster_simulation import racks_factor
 from paceline.plan.codec_cost import CODEC_OPTIONS, CodecCost, codec_cost
 from paceline.plan.collective_cost import NO_TIME, CollectiveTime
 from paceline.plan.collective_times import CollectiveMeasurements, CollectiveTimes
-from paceline.plan.compute_times import PHASE_DEVIATION, ComputeTimes
+from paceline.plan.compute_times import ComputeTimes
 from paceline.plan.corrections import FEWEST_RUNS, LEAST_CORRECTION, Corrections, measured_exchange
 from paceline.plan.host_levels import levels_of
 from paceline.plan.host_sharing import HostSharing
@@ -50,9 +50,6 @@ LOW, HIGH = 0.1, 0.9
 COMPUTE_ERROR, COMMUNICATION_ERROR = 0.03, 0.05
 """Relative standard deviation between two runs that no single run shows: placement, clock speed,
 other programs; and of what the model leaves out."""
-COMPUTE_SLOWDOWN = 0.1
-"""Relative standard deviation of what several workers slow each other's compute by, before any run
-shows it."""
 RUN_DEVIATION = 0.045
 """Relative standard deviation of the step time between runs on one machine: what 48 pairs of runs
 show without the shift between their sessions (docs/results.md#accuracy-of-plans)."""
@@ -317,32 +314,16 @@ class Predictor:
         )
 
     def _compute_factor(self, target: Target) -> float:
-        """Compute time in distributed runs, relative to what the compute points say.
-
-        Either several workers slow each other, at all batches, or the point of this batch is off.
-        So runs of the same local batch count in full, and those of others by the share of the
-        first in the variance of the ratio.
-        """
+        """Compute time in distributed runs, relative to what the compute points say."""
         if target.workers == 1 or not self._compute_ratios:
             return 1.0
-        ratios = [
-            each for samples, each in self._compute_ratios if samples == target.samples_of_worker
-        ]
-        if ratios:
-            return float(np.median(ratios))
-        error = math.hypot(PHASE_DEVIATION, self._center.compute.deviation)
-        share = COMPUTE_SLOWDOWN**2 / (COMPUTE_SLOWDOWN**2 + error**2)
-        return float(np.median([each for _, each in self._compute_ratios]) ** share)
+        return float(np.median(self._compute_ratios))
 
     @cached_property
-    def _compute_ratios(self) -> list[tuple[int, float]]:
-        """Of each run of several workers: its local batch and its compute ratio."""
-        ratios = (
-            (run.samples, self._compute_ratio(run))
-            for run in self.calibration.runs
-            if run.workers > 1
-        )
-        return [(samples, ratio) for samples, ratio in ratios if ratio is not None]
+    def _compute_ratios(self) -> list[float]:
+        """Of each run of several workers."""
+        ratios = (self._compute_ratio(run) for run in self.calibration.runs if run.workers > 1)
+        return [ratio for ratio in ratios if ratio is not None]
 
     def _compute_deviation(self, sample: _Sample) -> float:
         return math.exp(self._compute_error * sample.compute_error)
@@ -350,7 +331,7 @@ class Predictor:
     @cached_property
     def _compute_error(self) -> float:
         """Relative standard deviation of compute times: between runs, and from a line."""
-        between_runs = _spread([ratio for _, ratio in self._compute_ratios], COMPUTE_ERROR)
+        between_runs = _spread(self._compute_ratios, COMPUTE_ERROR)
         return math.hypot(between_runs, self._center.compute.deviation)
 
     @cached_property
