@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from paceline.profiler import FACTOR_VARIABLE, session
+from paceline.profiler import FACTOR_VARIABLE
 from paceline.profiler.collection import read_ranks
 from paceline.profiler.session import Session
 from paceline.profiler.tracking.paused_steps import UsualStep
@@ -46,9 +46,9 @@ class Script:
     def train_until_paused(self) -> int:
         """Returns the number of steps."""
         for steps, batch in enumerate(self.batches):
-            if self.is_paused:
-                return steps
             train_step(self.net, self.optimizer, *batch)
+            if self.is_paused:
+                return steps + 1
         raise AssertionError("no pause")
 
     def close(self) -> Mapping[str, Any]:
@@ -71,8 +71,8 @@ def test_steps_and_samples_are_exact_and_phases_add_up(script: Script) -> None:
     for _ in range(3):
         script.train(loader(STEPS + 1))
     tracker, clock = script.session.tracker, script.session.tracker.clock
-    assert tracker.paused_steps > STEPS
     totals = script.close()
+    assert tracker.paused_steps > STEPS
     assert tracker.steps == 3 * (STEPS + 1)
     assert totals["samples"] == 3 * 4 * (STEPS + 1)
     assert math.fsum(totals["phases"].values()) == pytest.approx(clock.wall_seconds, abs=1e-4)
@@ -80,8 +80,8 @@ def test_steps_and_samples_are_exact_and_phases_add_up(script: Script) -> None:
     for phase in ("input", "forward", "backward", "update"):
         assert totals["phases"][phase] > 0
     assert len(clock.step_seconds) == tracker.steps
-    (loaders,) = (script.session._calls.records()["loaders"][:1],)
-    assert sum(each["batches"] for each in loaders) == STEPS + 1
+    batches = [each["batches"] for each in script.session._calls.records()["loaders"]]
+    assert batches == [STEPS + 1] * 3
 
 
 class SlowData(Dataset[Any]):
@@ -99,13 +99,13 @@ class SlowData(Dataset[Any]):
 def test_input_is_measured_in_each_step(script: Script) -> None:
     script.train_until_paused()
     before = script.session.tracker.clock.seconds["input"]
-    # The same dataset as before would not end the pause.
-    script.session.tracker.paused.dataset = id(data := SlowData())
+    # Another dataset would end the pause.
+    script.session.tracker.paused.dataset = data = SlowData()
     script.train(DataLoader(data, batch_size=4))
     assert script.is_paused
     script.session.tracker.events.flush()
     script.session._flushed()
-    assert 0.08 <= script.session.tracker.clock.seconds["input"] - before < 0.2
+    assert script.session.tracker.clock.seconds["input"] - before >= 0.08
     assert script.session.tracker.clock.seconds["wait"] == 0
 
 
@@ -146,7 +146,8 @@ def test_evaluation_ends_a_pause_and_is_measured(
     # What precedes the first call of the model may be anything.
     script.train(loader(2))
     totals = script.close()
-    assert totals["phases"]["evaluate"] == pytest.approx(0.03, rel=0.5)
+    # The last of three sleeps is in any case part of it.
+    assert totals["phases"]["evaluate"] >= 0.01
     assert totals["samples"] == samples + 8
 
 
@@ -191,6 +192,7 @@ def test_a_read_back_of_each_step_is_counted_in_pauses(script: Script) -> None:
         loss.backward()
         script.optimizer.step()
         loss.item()
+    script.session.tracker.events.flush()
     assert script.session.tracker.paused_steps > 0
     script.session._calls.end_step()
     (site,) = script.session._calls.records()["calls"]
@@ -228,12 +230,125 @@ def test_an_exception_in_a_paused_step_changes_nothing(script: Script) -> None:
         torch.ones(2).backward()
     with pytest.raises(RuntimeError):
         script.net(torch.ones(1, 3))
-    script.train(loader(3))
-    assert session.active() is None
-    assert math.isfinite(sum(script.close()["phases"].values()))
+    assert script.is_paused
+    steps = script.session.tracker.steps
+    script.train(islice(script.batches, 3))
+    assert script.is_paused
+    script.session.tracker.events.flush()
+    assert script.session.tracker.steps == steps + 3
 
 
 def test_a_window_without_time_leaves_the_rest_unknown() -> None:
-    usual = UsualStep.of(dict.fromkeys(PHASES, 0.0), 0.0, 16)
+    usual = UsualStep.of(dict.fromkeys(PHASES, 0.0), 0.0, [0.0] * 16)
     assert usual.rest == {"other": 1.0}
     assert usual.exchange_share == 0
+
+
+def test_steps_of_a_new_optimizer_are_counted(script: Script) -> None:
+    steps = script.train_until_paused()
+    script.optimizer = SGD(script.net.parameters(), lr=0.01)
+    script.train(script.batches)
+    script.close()
+    assert script.session.tracker.steps == steps + STEPS
+
+
+def test_samples_of_two_loaders_in_a_step_count_once(script: Script) -> None:
+    one, other = loader(STEPS), loader(STEPS)
+    for batch, _ in zip(one, other, strict=True):
+        train_step(script.net, script.optimizer, *batch)
+    totals = script.close()
+    assert totals["samples"] == 4 * STEPS
+    batches = [each["batches"] for each in script.session._calls.records()["loaders"]]
+    assert batches == [STEPS, STEPS]
+
+
+def test_batches_that_arrive_before_the_step_before_ends_count_once(
+    script: Script, tmp_path: Path
+) -> None:
+    batches = iter(script.batches)
+    batch = next(batches)
+    for step in range(STEPS - 1):
+        script.optimizer.zero_grad()
+        loss_of(script.net, *batch).backward()
+        batch = next(batches)
+        if step % 40 == 39:
+            torch.save(script.net.state_dict(), tmp_path / "model.pt")
+        script.optimizer.step()
+    # No model was trained on the last one.
+    assert script.close()["samples"] == 4 * (STEPS - 1)
+
+
+def test_a_loader_inside_a_dataset_is_part_of_its_input(script: Script) -> None:
+    class Nested(IterableDataset[Any]):
+        def __init__(self) -> None:
+            self.inner = loader(STEPS)
+
+        def __iter__(self) -> Iterator[Any]:
+            yield from self.inner
+
+    script.train(DataLoader(Nested(), batch_size=None))
+    totals = script.close()
+    assert script.session.tracker.paused_steps > 0
+    assert totals["samples"] == 4 * STEPS
+    assert min(totals["phases"].values()) >= 0
+
+
+def test_a_model_inside_a_dataset_is_part_of_its_input(script: Script) -> None:
+    class Encoded(Dataset[Any]):
+        encoder = nn.Linear(2, 2).eval()
+
+        def __len__(self) -> int:
+            return 4 * STEPS
+
+        def __getitem__(self, index: int) -> Any:
+            with torch.no_grad():
+                return self.encoder(torch.ones(2)), torch.zeros(2)
+
+    script.train(DataLoader(Encoded(), batch_size=4))
+    totals = script.close()
+    assert script.session.tracker.paused_steps > 0
+    assert totals["samples"] == 4 * STEPS
+    assert totals["phases"]["evaluate"] == 0
+
+
+def test_evaluation_of_a_model_with_gradients_ends_a_pause(script: Script) -> None:
+    script.train_until_paused()
+    samples = script.session.tracker.samples
+    script.net.eval()
+    for inputs, _ in islice(script.batches, 5):
+        script.net(inputs)
+    script.net.train()
+    script.train(islice(script.batches, 3))
+    totals = script.close()
+    assert totals["samples"] == samples + 12
+    assert totals["phases"]["evaluate"] > 0
+
+
+def test_steps_that_the_script_ends_itself_end_a_pause(script: Script) -> None:
+    steps = script.train_until_paused()
+    for batch in islice(script.batches, 10):
+        train_step(script.net, script.optimizer, *batch)
+        script.session.end_step()
+    script.close()
+    # The first step of an optimizer is counted before it is known that it does not end steps.
+    assert steps + 10 <= script.session.tracker.steps <= steps + 11
+
+
+def test_a_collective_in_a_backward_pass_does_not_lose_the_pass(script: Script) -> None:
+    script.train_until_paused()
+    clock = script.session.tracker.clock
+    assert script.session._windows is not None
+    weight = torch.ones(1, requires_grad=True)
+
+    def hook(gradient: torch.Tensor) -> None:
+        time.sleep(0.02)
+        script.session._windows.before_call()  # type: ignore[union-attr]
+        assert not script.is_paused
+        time.sleep(0.02)
+
+    weight.register_hook(hook)
+    before = clock.known_seconds["backward"]
+    (weight * 2).sum().backward()
+    script.session.tracker.events.flush()
+    assert clock.known_seconds["backward"] - before >= 0.04
+    assert clock.phase == "other"

@@ -19,6 +19,7 @@ from paceline.profiler import POST_MORTEM_FILE, WARNINGS_FILE
 from paceline.profiler.collectives.communication import Communication, read_communication
 from paceline.profiler.post_mortem.end_of_rank import add_last_interval, find_last_wait
 from paceline.profiler.post_mortem.examination import add_resumption, joined_records
+from paceline.profiler.recording_windows import WINDOW_STEPS
 from paceline.profiler.trace import write_traces
 from paceline.records import (
     BETWEEN_ITERATIONS,
@@ -45,7 +46,8 @@ ENDED_BEFORE_STEPS = {
 }
 
 LOSSES_IN_MEAN = 100
-"""`final.train_loss` is the mean over this many of the last steps, as in `paceline train`."""
+"""`final.train_loss` is the mean over this many of the last steps, as in `paceline train`. If none
+of them was recorded, it is that of the last window that was."""
 
 
 @dataclass(slots=True)
@@ -75,7 +77,15 @@ class RankRecord:
 
     @property
     def losses(self) -> list[float]:
+        """Of recorded steps."""
         return [loss for block in self.blocks for loss in block["loss"] if loss is not None]
+
+    @property
+    def last_losses(self) -> list[float]:
+        """Of the last steps."""
+        losses = [loss for block in self.blocks for loss in block["loss"]]
+        last = [loss for loss in losses[-LOSSES_IN_MEAN:] if loss is not None]
+        return last or self.losses[-WINDOW_STEPS:]
 
     @property
     def wall_seconds(self) -> float:
@@ -345,7 +355,7 @@ def _training_interval(first: RankRecord | None) -> tuple[float, float] | None:
 
 def _train_loss(ranks: Iterable[RankRecord]) -> float | None:
     """The mean over all ranks of their last losses."""
-    losses = [loss for rank in ranks for loss in rank.losses[-LOSSES_IN_MEAN:]]
+    losses = [loss for rank in ranks for loss in rank.last_losses]
     return sum(losses) / len(losses) if losses else None
 
 

@@ -16,6 +16,7 @@ from itertools import cycle
 from statistics import median
 from time import perf_counter
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -109,6 +110,7 @@ def _functions_of_step(tracker: StepTracker) -> tuple[Callable[[], object], ...]
     tracker.events.append = deque[Event](maxlen=PROBES_KEPT).append
     begin, end = update_notes(tracker)
     optimizer, batches, batch = _Object(), _Object(), [torch.zeros(1)]
+    tracker.paused.optimizer = ref(optimizer)
     get_batch = measured_input(lambda _: batch, tracker, count_samples)
     run_backward = measured_backward(_nothing, tracker, [])
     clear_gradients = measured_clearing(_nothing, tracker)
@@ -153,6 +155,8 @@ class HookCosts:
 
 class _Object:
     """In place of an optimizer or an iterator."""
+
+    _dataset = None
 
 
 class _Module:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -40,15 +41,14 @@ MAX_FACTOR = 64
 MAX_DELAY = 64
 """Windows that are recorded after pauses that ended at once, before the next one is tried."""
 
-STALL_FACTOR, STALL_SECONDS = 4.0, 0.05
-"""What a step takes beyond this multiple of what is usual, and beyond this time, is waiting as far
-as it is part of a backward pass and the thread slept: for a rank that evaluates or saves a
-checkpoint meanwhile."""
+STALL_SECONDS = 0.05
+"""If a long step takes more than this, recording resumes. What its backward pass takes beyond the
+usual is waiting as far as the thread slept: for a rank that evaluates or saves a checkpoint."""
 
 
 @dataclass(slots=True)
 class Totals:
-    """When a window began."""
+    """Up to the beginning or the end of a window."""
 
     updates: int
     steps: int
@@ -88,10 +88,8 @@ class RecordingWindows:
         self._began = 0.0
         self._pause: Totals | None = None
         """When the pause began."""
-        self._usual = UsualStep(0.0, 0.0, 0.0, {})
+        self._usual = UsualStep(0.0, 0.0, 0.0, 0.0, {})
         self._modules_per_step = 0.0
-        self._divided_until = 0.0
-        """Seconds of phase other that need not be divided."""
         self._steps_divided = 0
         self._sleep_time = SleepTime()
         self._must_resume = False
@@ -101,9 +99,9 @@ class RecordingWindows:
         self._next_delay = 1
         tracker.events.on_window = guard(self._end_window)
         tracker.events.window_ends = WINDOW_STEPS
-        self.interrupt = tracker.paused.interrupt = guard(self._interrupt)
-        """Called before something that is not part of usual steps, or changes which collectives
-        there are."""
+        tracker.paused.interrupt = guard(self._interrupt)
+        self.before_call = guard(self._interrupt_for_call)
+        """Called before the script issues a collective, or changes which ones there are."""
 
     @property
     def is_paused(self) -> bool:
@@ -116,30 +114,30 @@ class RecordingWindows:
         tracker, clock = self._tracker, self._tracker.clock
         self._sleep_time.refresh()
         clock.enter("other")
-        noted = tracker.take_paused()
-        waited = self._waited(noted)
-        seconds = clock.known_seconds["other"] - self._divided_until
-        self._usual.divide(clock, seconds, noted, waited)
-        self._divided_until = clock.known_seconds["other"]
-        steps = tracker.steps - self._steps_divided
+        noted, steps = tracker.take_paused(), tracker.steps - self._steps_divided
+        step_seconds = clock.step_seconds[-steps:].tolist() if steps else []
+        # An unfinished step is not divided: it may contain anything.
+        self._usual.divide(clock, step_seconds, noted, self._waited(step_seconds, noted))
         tracker.module_calls += round(self._modules_per_step * steps)
         tracker.paused_steps += steps
         self._steps_divided = tracker.steps
 
-    def _waited(self, noted: Noted) -> float:
+    def _waited(self, step_seconds: Sequence[float], noted: Noted) -> float:
         """How long the program waited for other ranks in steps that took much longer than usual."""
-        usual, clock = self._usual, self._tracker.clock
-        limit = max(STALL_FACTOR * usual.seconds, STALL_SECONDS)
-        count = self._tracker.steps - self._steps_divided
-        steps = clock.step_seconds[-count:] if count else ()
-        excess = sum(seconds - limit for seconds in steps if seconds > limit)
+        usual, count = self._usual, len(step_seconds)
+        stalls = [seconds for seconds in step_seconds if seconds > STALL_SECONDS]
+        excess = usual.excess(stalls)
         if not excess:
             return 0.0
         # Perhaps steps are longer from now on.
-        self._must_resume, self._tracker.events.window_ends = True, 0
+        self._resume_later()
         backward = max(0.0, noted.backward_seconds - usual.backward_seconds * count)
-        blocked = usual.exchange_share * usual.backward_seconds * count
-        return self._sleep_time.take(min(excess, backward), blocked) if backward else 0.0
+        if not backward or self._collectives is None or not self._collectives.has_groups:
+            return 0.0
+        # The thread also slept as usual, and perhaps in what is not part of usual steps.
+        slept = usual.exchange_share * usual.backward_seconds * count
+        slept += usual.unusual(step_seconds, noted)
+        return self._sleep_time.take(min(excess, backward), slept)
 
     def close(self, has_failed: bool) -> None:
         """The process ends, or is not measured any more."""
@@ -235,9 +233,10 @@ class RecordingWindows:
         steps = now.updates - window.updates
         spent = {name: value - window.phases[name] for name, value in now.phases.items()}
         exposed = now.exposed_in_backward - window.exposed_in_backward
-        self._usual = UsualStep.of(spent, exposed, steps)
+        step_seconds = tracker.clock.step_seconds[-steps:].tolist()
+        self._usual = UsualStep.of(spent, exposed, step_seconds)
         self._modules_per_step = (now.module_calls - window.module_calls) / steps
-        self._divided_until, self._steps_divided = now.phases["other"], now.steps
+        self._steps_divided = now.steps
         if self._collectives is not None:
             self._collectives.pause(
                 now.updates,
@@ -252,21 +251,39 @@ class RecordingWindows:
         tracker.begin_pause()
         tracker.recorder_seconds += perf_counter() - began
 
-    def _interrupt(self) -> None:
-        pause, events = self._pause, self._tracker.events
-        if pause is None:
+    def _interrupt_for_call(self) -> None:
+        if self._pause is None:
             return
         if not self._tracker.is_in_thread():
-            # It is not recorded, but those after the next step are.
+            # This call is not recorded, but those after the next step are.
             if self._collectives is not None:
                 self._collectives.forbid()
-            self._must_resume, events.window_ends = True, 0
+            self._resume_later()
+        else:
+            self._end_pause(self._pause)
+
+    def _interrupt(self) -> None:
+        """The script does what is not part of usual steps."""
+        paused = self._tracker.paused
+        if self._pause is None or not self._tracker.is_in_thread():
             return
+        if paused.is_in_input or paused.is_in_backward:
+            # Input and backward passes contain whatever happens in them.
+            self._resume_later()
+        else:
+            self._end_pause(self._pause)
+
+    def _resume_later(self) -> None:
+        """Resume with the next step."""
+        self._must_resume, self._tracker.events.window_ends = True, 0
+
+    def _end_pause(self, pause: Totals) -> None:
+        events = self._tracker.events
         self._resume()
         if events.updates - pause.updates >= WINDOW_STEPS:
             self._next_delay = 1
         else:
-            # It is in most steps.
+            # What ended it is in most steps.
             self._delay, self._next_delay = self._next_delay, min(MAX_DELAY, 2 * self._next_delay)
         # The next window begins with a step.
         self._window = None

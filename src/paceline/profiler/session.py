@@ -95,7 +95,7 @@ class Session:
 
         pauses = CollectivePauses(recorder, self.tracker)
         windows = RecordingWindows(self.tracker, self.log.costs, self.guard, pauses)
-        recorder.before_call = windows.interrupt
+        recorder.before_call = windows.before_call
         return windows
 
     def _flushed(self) -> None:
@@ -178,7 +178,7 @@ class Session:
         has_collectives = self._collectives is not None and self._collectives.log is not None
         if self.tracker.steps or has_collectives:
             self._is_open = False
-            self.tracker.events.stop()
+            self.tracker.stop()
         else:
             self._process = os.getpid()
             self._facts = self.guard(ProcessFacts)(self.folder)
@@ -200,7 +200,7 @@ class Session:
             self._remove_hooks(is_in_hook=True)
 
     def _remove_hooks(self, *, is_in_hook: bool = False) -> None:
-        self.tracker.events.stop()
+        self.tracker.stop()
         self._hooks.remove(is_in_hook=is_in_hook)
 
     def remove(self) -> None:

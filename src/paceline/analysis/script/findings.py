@@ -50,6 +50,8 @@ BUCKETS_MIN = 8
 """With fewer all-reduces per step, their latency does not add up."""
 COSTLY_WAIT = 0.2
 """Share of the step time, mean over the ranks: batches of random length vary by less."""
+HANDOVER_SECONDS = 2e-3
+"""A worker process of a DataLoader takes about half of this to hand over a batch."""
 GROWTH_SHARE = 0.05
 """Memory growth in the second half of a run, as a share of the memory: caches fill earlier."""
 GROWTH_BYTES = 64 << 20
@@ -262,7 +264,7 @@ def _about_input(profile: ScriptProfile) -> Iterator[ScriptFinding]:
     if first.workers:
         spare_cores = _spare_cores(profile, first.workers)
         yield SlowInput(share, first.line, seconds, first.workers, spare_cores)
-    else:
+    elif seconds > HANDOVER_SECONDS:
         yield NoLoaderWorkers(share, first.line, seconds, _spare_cores(profile))
 
 

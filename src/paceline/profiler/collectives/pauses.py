@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """When a window began."""
+    """Up to the beginning of a window."""
 
     script_calls: int
     other_records: int
@@ -38,6 +38,11 @@ class CollectivePauses:
         self._are_traced: bool | None = None
         """Whether the flight recorder agrees with the log; None before it was compared."""
         self._paused_calls: PausedCalls | None = None
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether the program communicates at all."""
+        return self._recorder.log is not None
 
     def counted(self) -> Counted:
         return Counted(self._recorder.script_calls, self._recorder.other_records)

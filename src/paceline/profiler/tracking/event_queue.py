@@ -110,7 +110,7 @@ class EventQueue:
     def stop(self) -> None:
         """Ignore events from now on: hooks of torch may outlast the session."""
         self._waiting.clear()
-        self.append = _nothing
+        self.append, self.window_ends = _nothing, sys.maxsize
         self.follow(0)
 
     def follow(self, thread: int) -> None:

@@ -38,8 +38,10 @@ def model_notes(tracker: StepTracker) -> Callable[[nn.Module], None]:
         is_training = getattr(model, "training", True)
         trains = is_training or torch.is_grad_enabled()
         if thread == paused.thread:
-            if trains:
-                events.is_in_model = True
+            if paused.is_in_input or paused.is_in_backward:
+                return
+            if trains and is_training is paused.is_training:
+                events.is_in_model, paused.has_batch = True, False
                 return
             # It is evaluated.
             paused.interrupt()
@@ -94,12 +96,16 @@ def measured_backward(original: Any, tracker: StepTracker, unscaled: list[Loss])
         if thread != events.noted_thread:
             if thread != paused.thread or paused.is_in_backward:
                 return original(outputs, *args, **kwargs)
-            paused.is_in_backward, began = True, perf_counter()
+            paused.is_in_backward, paused.backward_began = True, perf_counter()
             try:
                 return original(outputs, *args, **kwargs)
             finally:
-                paused.backward_seconds += perf_counter() - began
-                paused.is_in_backward = False
+                now = perf_counter()
+                paused.backward_seconds += now - paused.backward_began
+                paused.is_in_backward = paused.has_batch = events.is_in_model = False
+                if not paused.thread:
+                    # A collective of the script ended the pause.
+                    events.append((now, end))
         # Whether gradients are accumulated in parameters, not returned.
         accumulates, loss, began = kwargs.get("accumulate_grad", False), None, perf_counter()
         if accumulates:
@@ -128,15 +134,18 @@ def measured_input(original: Any, tracker: StepTracker, count: Callable[[object]
     def measured(self: Any) -> Any:
         thread = get_ident()
         if thread == paused.thread:
-            if torch.is_grad_enabled():
-                began = perf_counter()
+            if paused.is_in_input:
+                return original(self)
+            if torch.is_grad_enabled() and paused.is_usual(self, events.updates):
+                paused.is_in_input, began = True, perf_counter()
                 try:
                     batch = original(self)
                 finally:
                     paused.input_seconds += perf_counter() - began
+                    paused.is_in_input = events.is_in_model = False
                 paused.add_batch(ref(self), samples_of(batch) or 0, events.updates)
                 return batch
-            # It is for evaluation.
+            # It is for evaluation, or of another loader.
             paused.interrupt()
         if thread != events.noted_thread:
             return original(self)
@@ -161,12 +170,15 @@ def measured_iterator(original: Any, measured: Any, paused: PausedSteps) -> Any:
 
     def iterate(self: Any) -> Any:
         if get_ident() == paused.thread:
-            if id(self.dataset) == paused.dataset and torch.is_grad_enabled():
-                began = perf_counter()
+            if paused.is_in_input:
+                return original(self)
+            if self.dataset is paused.dataset and torch.is_grad_enabled():
+                paused.is_in_input, began = True, perf_counter()
                 try:
                     return original(self)
                 finally:
                     paused.input_seconds += perf_counter() - began
+                    paused.is_in_input = False
             paused.interrupt()
         return measured(self)
 
@@ -183,12 +195,16 @@ def update_notes(tracker: StepTracker) -> tuple[Callable[..., None], Callable[..
 
     def begin_update(optimizer: Optimizer, *_: object) -> None:
         events.updates += 1
+        if get_ident() == paused.thread and ref(optimizer) is not paused.optimizer:
+            paused.interrupt()
         if not paused.thread:
             events.append((perf_counter(), begin, ref(optimizer), get_ident()))
             events.is_in_model = False
 
     def end_update(optimizer: Optimizer, *_: object) -> None:
         now = perf_counter()
+        if paused.thread and paused.thread != get_ident():
+            return
         events.append((now, end, ref(optimizer)))
         events.is_in_model = False
         if events.updates >= events.due_update or now >= events.due:

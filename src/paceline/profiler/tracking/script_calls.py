@@ -157,11 +157,13 @@ class ScriptCalls:
                 frame = getframe(1)
                 site = sites.get((id(frame.f_code), frame.f_lasti), unknown)
                 # Reading the phase of one that is ignored would only take time.
-                if site.left < STRIDE and (
-                    tracker.clock.phase in NOT_IN_STEPS or (paused.thread and site is unknown)
-                ):
+                if site.left < STRIDE:
                     # In a pause, it is part of a step if it was before.
-                    return original(tensor)
+                    is_outside = (
+                        site is unknown if paused.thread else tracker.clock.phase in NOT_IN_STEPS
+                    )
+                    if is_outside:
+                        return original(tensor)
                 if site.left:
                     site.left -= 1
                     return original(tensor)
@@ -188,7 +190,7 @@ class ScriptCalls:
                 return
         tracker.timed_calls += 1
         tracker.skipped_calls += site.skips - site.left
-        site.add(seconds, tracker.steps)
+        site.add(seconds, tracker.events.updates if tracker.paused.thread else tracker.steps)
         if site.timed_in_step >= TIMED_MAX:
             if not site.skips:
                 self._skipping.append(site)

@@ -131,6 +131,8 @@ class StepTracker:
         """A weak reference to a model called without gradients, perhaps for a training batch."""
         self._maybe_evaluation = False
         """Whether the model called last is in evaluation mode, but with gradients."""
+        self._is_training = True
+        """Whether the model that is trained is in training mode."""
 
     @property
     def clock(self) -> PhaseClock:
@@ -260,6 +262,7 @@ class StepTracker:
             self._evaluation_iterator = nothing
             self._maybe_evaluation = not is_training and not self._stepping
             self._is_after_backward = False
+            self._is_training = is_training
             self._enter("forward")
             self._computes = True
         elif phase != "evaluate":
@@ -374,9 +377,7 @@ class StepTracker:
 
     def end_update(self, optimizer: ref[Optimizer]) -> None:
         if self.paused.thread:
-            # If it is another one, that of the usual step is yet to come.
-            if optimizer is self._last_optimizer:
-                self.end_step()
+            self.end_step()
             return
         if not self._stepping or self._stepping[0] is not optimizer:
             return
@@ -442,6 +443,7 @@ class StepTracker:
 
     def end_step_here(self) -> None:
         """End a step by request; from now on, optimizers do not end steps."""
+        self.paused.interrupt()
         self.events.flush()
         if not self.steps:
             self.events.follow(get_ident())
@@ -459,21 +461,40 @@ class StepTracker:
 
     def begin_pause(self) -> None:
         self.events.noted_thread = 0
-        self.paused.begin(self.events.thread, self._iterator)
+        # The next step trains on a batch that arrived before this one ended.
+        self.samples += self._samples_ahead
+        self._samples_ahead = 0
+        self.paused.begin(
+            self.events.thread, self._last_optimizer, self._iterator, self._is_training
+        )
 
     def take_paused(self) -> Noted:
         """Count what was noted in a pause since the last call."""
-        noted = self.paused.take()
+        paused = self.paused
+        if paused.is_in_backward:
+            now = perf_counter()
+            paused.backward_seconds += now - paused.backward_began
+            paused.backward_began = now
+        noted = paused.take()
         self.samples += noted.samples
         if noted.batches:
-            self.on_batches(self.paused.iterator, noted.batches, noted.input_seconds)
+            self.on_batches(paused.iterator, noted.batches, noted.input_seconds)
         return noted
+
+    def stop(self) -> None:
+        """Ignore events from now on."""
+        self.paused.end()
+        self.events.stop()
 
     def end_pause(self) -> None:
         paused, events = self.paused, self.events
-        paused.thread, events.noted_thread = 0, events.thread
-        self._iterator = paused.iterator
-        self._has_batch = paused.updates == events.updates and not events.is_in_model
+        paused.end()
+        events.noted_thread = events.thread
+        self._iterator, self._has_batch = paused.iterator, paused.has_batch
+        if paused.is_in_backward:
+            # Its end is noted.
+            self._clock.enter("backward")
+            self._outer.append("other")
         if self._has_batch:
             # No model was trained on it yet.
             self._samples_ahead = paused.last_samples
