@@ -239,4 +239,10 @@ def collectives(
             "exposed_seconds": sum(weight * exposed(one).seconds for one, weight in on_host)
             + own_gpu * exposed_share,
         }
+    if sampling.began < np.inf:
+        # In pauses, the phases know better how long collectives blocked the program.
+        known = phases["exchange"] + phases["wait"]
+        estimated = sum(one["exposed_seconds"] for one in found.values())
+        for one in found.values():
+            one["exposed_seconds"] *= known / estimated if estimated else 0.0
     return found
