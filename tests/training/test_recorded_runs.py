@@ -46,10 +46,16 @@ def test_recorded_run_resumes_to_the_weights_of_an_uninterrupted_run(killed_run:
     assert result["status"] == "finished"
     assert result["iterations"] == 10
     assert result["samples"] == expected["samples"]
-    assert result["final"]["test_loss"] == pytest.approx(expected["final"]["test_loss"], rel=1e-4)
-    # Kernels of other instruction sets round differently.
-    if torch.backends.cpu.get_cpu_capability() == expected["cpu_capability"]:
+    # Kernels of other instruction sets round differently, and so do those for other processors.
+    is_same_kind = (
+        torch.backends.cpu.get_cpu_capability() == expected["cpu_capability"]
+        and result["hardware"]["cpu"] == expected["hardware"]["cpu"]
+    )
+    if is_same_kind:
         assert result["weights_sha256"] == expected["weights_sha256"]
+    tolerance = 1e-4 if is_same_kind else 1e-3
+    loss = expected["final"]["test_loss"]
+    assert result["final"]["test_loss"] == pytest.approx(loss, rel=tolerance)
 
 
 @pytest.mark.parametrize("killed_run", NAMES, indirect=True)

@@ -250,7 +250,7 @@ def test_findings_and_post_mortems_of_a_script_are_sent_once(tmp_path: Path) -> 
 def test_findings_of_a_running_script_are_those_so_far(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_log, "BLOCK_SECONDS", 0.0)
+    monkeypatch.setattr(rank_log, "BLOCK_SHARE", 0.0)
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with paceline.profile(out=str(tmp_path), name="own") as profile:
