@@ -19,7 +19,13 @@ from paceline.comm.rank_info import SINGLE_PROCESS
 from paceline.config import from_mapping
 from paceline.errors import UsageError
 from paceline.strategies import create_strategy
-from paceline.training.batches import count_samples, to_device
+from paceline.training.batches import (
+    BatchCounts,
+    count_samples,
+    pack_counts,
+    to_device,
+    unpack_counts,
+)
 from paceline.training.session import Session
 
 CPU = torch.device("cpu")
@@ -232,3 +238,21 @@ def test_batches_keep_their_types_on_any_device() -> None:
 )
 def test_samples_are_counted_by_the_first_dimension(batch: Any, count: int | None) -> None:
     assert count_samples(batch) == count
+
+
+@pytest.mark.parametrize(
+    ("workers", "total"),
+    [
+        ([(32, True), (7, True)], BatchCounts(samples=39, workers=2, uncounted=0)),
+        ([(32, True), (None, True), (0, False)], BatchCounts(32, 2, 1)),
+        ([(0, False), (0, False)], BatchCounts(0, 0, 0)),
+        ([(2**21, True)] * 16_383, BatchCounts(2**21 * 16_383, 16_383, 0)),
+        ([(None, True)] * 16_383, BatchCounts(0, 16_383, 16_383)),
+    ],
+    ids=["all", "one is unknown", "none", "most workers", "most unknown"],
+)
+def test_the_sum_of_packed_counts_has_the_sum_of_each(
+    workers: list[tuple[int | None, bool]], total: BatchCounts
+) -> None:
+    packed = torch.cat([pack_counts(samples, has_batch=has) for samples, has in workers])
+    assert unpack_counts(packed.sum()) == total

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -157,8 +157,8 @@ class OwnBatches(Batches):
         self._device = device
         self._last: Any = _END
         self._has_batch = False
-        self._counts = torch.zeros(3, dtype=torch.float64)
-        """Over all workers: samples, workers with a batch, and workers with an unknown count."""
+        self._counts = torch.zeros(1, dtype=torch.int64)
+        """The sum of the packed counts of all workers."""
         self._exchange: Work | None = None
 
     def __len__(self) -> int:
@@ -188,7 +188,7 @@ class OwnBatches(Batches):
             return False
         self._exchange_counts(has_batch=False)
         self.weigh()
-        has_more = bool(self._counts[1])
+        has_more = bool(unpack_counts(self._counts).workers)
         if has_more and self._last is _END:
             raise UsageError(
                 f"team.prepare: the batches of rank {self._replica.communicator.rank} are empty:"
@@ -210,7 +210,7 @@ class OwnBatches(Batches):
         # A loop that skipped a batch has not waited for its counts.
         self.weigh()
         self._own = samples, has_batch
-        self._counts = torch.tensor([samples or 0, has_batch, samples is None], dtype=torch.float64)
+        self._counts = pack_counts(samples, has_batch=has_batch)
         self._announced = perf_counter()
         self._exchange = replica.communicator.all_reduce(self._counts, "control")
 
@@ -220,14 +220,43 @@ class OwnBatches(Batches):
         with self._replica.exposed_communication(self._announced):
             self._exchange.wait()
         self._exchange = None
-        (samples, has_batch), (total, workers, unknown) = self._own, self._counts.tolist()
-        if unknown or not total:
+        (samples, has_batch), total = self._own, unpack_counts(self._counts)
+        if total.uncounted or not total.samples:
             # Equal weights, where a worker cannot tell the number of its samples.
-            self._replica.batch_fraction = has_batch / max(workers, 1)
+            self._replica.batch_fraction = has_batch / max(total.workers, 1)
             self.global_samples = None
         else:
-            self._replica.batch_fraction = (samples or 0) / total
-            self.global_samples = round(total)
+            self._replica.batch_fraction = (samples or 0) / total.samples
+            self.global_samples = total.samples
+
+
+WORKER_BITS = 14
+"""For each number of workers in packed counts: up to 16,383. 35 bits are left for samples."""
+
+
+class BatchCounts(NamedTuple):
+    """The sum over all workers."""
+
+    samples: int
+    workers: int
+    """Workers that have a batch."""
+    uncounted: int
+    """Workers that do not know the number of their samples."""
+
+
+def pack_counts(samples: int | None, *, has_batch: bool) -> Tensor:
+    """The counts of one worker as one number, whose sum has the sums of all three.
+
+    Gloo sums one number with fewer messages than three: on two busy cores, waiting for them took
+    0.2 ms of a step.
+    """
+    packed = ((samples or 0) << 2 * WORKER_BITS) | (has_batch << WORKER_BITS) | (samples is None)
+    return torch.tensor([packed], dtype=torch.int64)
+
+
+def unpack_counts(total: Tensor) -> BatchCounts:
+    packed, mask = int(total), (1 << WORKER_BITS) - 1
+    return BatchCounts(packed >> 2 * WORKER_BITS, (packed >> WORKER_BITS) & mask, packed & mask)
 
 
 def open_batches(
