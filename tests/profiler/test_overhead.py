@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from torch.optim import SGD
 
+from paceline.profiler.collection import RankRecord, overhead_of
 from paceline.profiler.overhead import HookCosts, NoteProbe
 from paceline.profiler.tracking.event_queue import EventQueue
+from paceline.records import PHASES
 from tests.support.profiled import loader, model, profiled, train_step
 
 
@@ -48,3 +50,19 @@ def test_the_overhead_contains_notes_losses_and_their_interpretation(tmp_path: P
     assert tracker.events.seconds > 0
     expected = notes + tracker.loss_seconds + tracker.events.seconds + tracker.recorder_seconds
     assert costs.seconds(tracker) == pytest.approx(expected)
+
+
+def test_the_fraction_is_that_of_the_time_after_start_up() -> None:
+    first = {**dict.fromkeys(PHASES, 0.0), "other": 8.0, "forward": 0.1}
+    block = {
+        "seconds": [0.1, 0.9],
+        "after_first": first,
+        "phases": {**first, "forward": 1.0},
+        "measuring_seconds": 0.02,
+        "measuring_host_seconds": 0.03,
+    }
+    rank = RankRecord({"rank": 0, "workers": 1}, blocks=[block])
+    overhead = overhead_of([rank], {"sampler_cpu_percent": 0.0})
+    # Of one second of steps, after eight of start-up.
+    assert overhead["in_loop"] == pytest.approx(0.02)
+    assert overhead["host"] == pytest.approx(0.03)

@@ -92,6 +92,11 @@ class RankRecord:
         return float(sum(self.last["phases"].values()))
 
     @property
+    def training_seconds(self) -> float:
+        """The wall time without start-up, in which there is nothing to measure."""
+        return self.wall_seconds - self._startup_seconds().get("preparation", 0.0)
+
+    @property
     def has_ended(self) -> bool:
         """Whether it recorded everything up to its end; not if it was killed."""
         return any(event["event"] == "end" for event in self.events)
@@ -343,7 +348,7 @@ def assemble(
             "bytes": None,
             "blocked_seconds": first.last["phases"]["checkpoint"] if first else 0.0,
         },
-        "measurement_overhead": _overhead(ranks, nodes[0]),
+        "measurement_overhead": overhead_of(ranks, nodes[0]),
     }
 
 
@@ -359,13 +364,13 @@ def _train_loss(ranks: Iterable[RankRecord]) -> float | None:
     return sum(losses) / len(losses) if losses else None
 
 
-def _overhead(ranks: Sequence[RankRecord], node: Mapping[str, Any]) -> dict[str, float]:
-    """The fraction of the time spent on measuring: in the script, and by the sampler.
+def overhead_of(ranks: Sequence[RankRecord], node: Mapping[str, Any]) -> dict[str, float]:
+    """The fraction of the training time spent on measuring: in the script, and by the sampler.
 
     `host` is all of the script's part, also what passes while a GPU works.
     """
     in_loop, host = (
-        max((rank.last.get(key, 0.0) / rank.wall_seconds for rank in ranks), default=0.0)
+        max((rank.last.get(key, 0.0) / rank.training_seconds for rank in ranks), default=0.0)
         for key in ("measuring_seconds", "measuring_host_seconds")
     )
     sampler = (node["sampler_cpu_percent"] or 0.0) / 100 / cores_usable()

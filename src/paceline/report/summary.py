@@ -53,7 +53,7 @@ def print_summary(
     rows = [("status", _status(result))]
     if result["workers"]:
         run = Run(folder, settings_of(result, folder.result_file), result)
-        rows = summary_rows(result, None if run.is_synchronous else run.iteration_seconds)
+        rows = summary_rows(result, run)
         rows[1:1] = _script_rows(run)
         rows[:0] = [("pause", headline(one)) for one in run.post_mortems if is_pause(one)]
         rows += _contention(run)
@@ -136,8 +136,7 @@ def _bytes_in_all(checkpoints: Mapping[str, Any]) -> str:
     return "" if size is None else f", {formatting.size(size)} in all"
 
 
-def summary_rows(result: Result, step_seconds: float | None) -> list[tuple[str, str]]:
-    """`step_seconds`: of an asynchronous run, as in a report."""
+def summary_rows(result: Result, run: Run) -> list[tuple[str, str]]:
     final, checkpoints = result["final"], result["checkpoints"]
     rows = [("status", _status(result))]
     if final.get("test_loss") is not None:
@@ -157,9 +156,9 @@ def summary_rows(result: Result, step_seconds: float | None) -> list[tuple[str, 
         target = f"accuracy {accuracy}" if accuracy is not None else f"loss {loss}"
         spent = formatting.seconds(result["seconds_to_target"])
         rows.append(("target", f"{target} after {spent}, excluding evaluation"))
-    rows.append(
-        ("iterations", f"{result['iterations']:,}; {_iteration_times(result, step_seconds)}")
-    )
+    rows.append(("iterations", f"{result['iterations']:,}; {_iteration_times(result, run)}"))
+    if run.iteration_seconds and result["iterations"]:
+        rows.append(("throughput", _throughput(result, run.iteration_seconds)))
     if (whole := result.get("command_seconds")) is not None:
         wall = formatting.seconds(result["wall_seconds"])
         rows.append(
@@ -252,7 +251,7 @@ def sampled_text(workers: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _iteration_times(result: Result, step_seconds: float | None) -> str:
+def _iteration_times(result: Result, run: Run) -> str:
     """Each statistic is the mean over workers, as in a report."""
     timings = [worker["iteration_seconds"] for worker in result["workers"]]
 
@@ -261,9 +260,9 @@ def _iteration_times(result: Result, step_seconds: float | None) -> str:
         return formatting.seconds(sum(known) / len(known) if known else None)
 
     whose = f", averaged over {len(timings)} workers" if len(timings) > 1 else ""
-    if step_seconds is not None:
+    if not run.is_synchronous:
         return (
-            f"step time {formatting.seconds(step_seconds)} (mean, all workers together);"
+            f"step time {formatting.seconds(run.iteration_seconds)} (mean, all workers together);"
             f" per worker {mean('median')} (median), {mean('p95')} (p95),"
             f" the first {mean('first')}{whose}"
         )
@@ -271,6 +270,13 @@ def _iteration_times(result: Result, step_seconds: float | None) -> str:
         f"step time {mean('median')} (median), {mean('mean')} (mean), {mean('p95')} (p95),"
         f" the first {mean('first')}{whose}"
     )
+
+
+def _throughput(result: Result, step_seconds: float) -> str:
+    if not result["samples"]:
+        return "-, because samples were not counted"
+    rate = result["samples"] / result["iterations"] / step_seconds
+    return f"{formatting.count(rate)} samples/s"
 
 
 def _resources(nodes: Sequence[Mapping[str, Any]], hardware: Mapping[str, Any]) -> str:

@@ -21,7 +21,7 @@ def headline(verdict: Verdict) -> str:
     """The answer: the fastest configuration, by how much and how surely."""
     ranking = verdict.ranking
     if ranking is None:
-        text = "Not compared: every configuration uses a different model or dataset."
+        text = "Not compared: every configuration has a different model, dataset or script."
     elif not ranking.entries:
         text = _nothing_ranked(verdict.groups)
     else:
