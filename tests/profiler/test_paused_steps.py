@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -15,10 +17,11 @@ from torch import nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from paceline.measure.phase_clock import PhaseClock
 from paceline.profiler import FACTOR_VARIABLE
 from paceline.profiler.collection import read_ranks
 from paceline.profiler.session import Session
-from paceline.profiler.tracking.paused_steps import UsualStep
+from paceline.profiler.tracking.paused_steps import Measured, Noted, StepPhases, UsualStep
 from paceline.records import PHASES, RunFolder
 from tests.support.profiled import loader, loss_of, model, train_step
 
@@ -100,7 +103,8 @@ def test_input_is_measured_in_each_step(script: Script) -> None:
     script.train_until_paused()
     before = script.session.tracker.clock.seconds["input"]
     # Another dataset would end the pause.
-    script.session.tracker.paused.dataset = data = SlowData()
+    data = SlowData()
+    script.session.tracker.paused.dataset = weakref.ref(data)
     script.train(DataLoader(data, batch_size=4))
     assert script.is_paused
     script.session.tracker.events.flush()
@@ -238,10 +242,136 @@ def test_an_exception_in_a_paused_step_changes_nothing(script: Script) -> None:
     assert script.session.tracker.steps == steps + 3
 
 
+def phases(**milliseconds: float) -> dict[str, float]:
+    return {name: milliseconds.get(name, 0.0) / 1e3 for name in PHASES}
+
+
+USUAL = StepPhases(phases(forward=1, backward=0.5, exchange=0.5, update=0.5, other=0.5), 0.0005)
+"""A step of 3 ms."""
+STALLED = StepPhases({**USUAL.seconds, "exchange": 0.1005}, 0.1005)
+FIRST_OF_EPOCH = StepPhases({**USUAL.seconds, "input": 0.1}, 0.0005)
+LOGGED = StepPhases({**USUAL.seconds, "other": 0.1005}, 0.0005)
+
+
 def test_a_window_without_time_leaves_the_rest_unknown() -> None:
-    usual = UsualStep.of(dict.fromkeys(PHASES, 0.0), 0.0, [0.0] * 16)
+    usual = UsualStep.of([StepPhases(phases(), 0.0)] * 16)
     assert usual.rest == {"other": 1.0}
     assert usual.exchange_share == 0
+
+
+@pytest.mark.parametrize("long", [USUAL, STALLED, FIRST_OF_EPOCH, LOGGED])
+def test_a_long_step_of_a_window_is_not_usual(long: StepPhases) -> None:
+    usual = UsualStep.of([USUAL] * 15 + [long])
+    assert usual.seconds == pytest.approx(0.003)
+    assert usual.input_seconds == 0
+    assert usual.backward_seconds == pytest.approx(0.001)
+    assert usual.exchange_share == pytest.approx(0.5)
+    assert usual.rest["forward"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "last", "unfinished", "expected"),
+    [
+        (0.003, Measured(0, 0.001), Measured(0, 0), phases()),
+        # Another rank evaluates; the pass is not known to be waiting.
+        (0.103, Measured(0, 0.101), Measured(0, 0), phases(backward=50, exchange=50)),
+        (0.103, Measured(0.1, 0.001), Measured(0, 0), phases(input=100)),
+        (0.103, Measured(0, 0.001), Measured(0, 0), phases(other=100)),
+        # The end of an epoch, for example.
+        (0.003, Measured(0, 0.001), Measured(0.1, 0), phases(input=100, other=-100)),
+    ],
+    ids=["usual", "backward", "input", "other", "unfinished step"],
+)
+def test_the_excess_of_a_long_step_is_where_it_was_measured(
+    seconds: float, last: Measured, unfinished: Measured, expected: dict[str, float]
+) -> None:
+    usual, clock = UsualStep.of([USUAL] * 16), PhaseClock(lambda: 0.0)
+    # Backward passes are a little faster than in the window.
+    steps = [Measured(0, 0.0009)] * 299 + [last]
+    step_seconds = [0.0029] * 299 + [seconds]
+    noted = Noted(
+        sum(step.input_seconds for step in steps) + unfinished.input_seconds,
+        sum(step.backward_seconds for step in steps) + unfinished.backward_seconds,
+        0,
+        0,
+        steps,
+    )
+    usual.divide(clock, step_seconds, noted, 0.0)
+    divided = dict(clock.known_seconds)
+    divided["other"] += math.fsum(step_seconds)
+    usual_part = phases(forward=300, backward=135.05, exchange=135.05, update=150, other=150)
+    for name in PHASES:
+        wanted = usual_part[name] + expected[name]
+        assert divided[name] == pytest.approx(wanted, abs=1e-6), name
+
+
+def test_a_pause_does_not_keep_the_dataset(script: Script) -> None:
+    script.train_until_paused()
+    dataset = weakref.ref(script.batches.dataset)
+    del script.batches
+    gc.collect()
+    assert script.is_paused
+    assert dataset() is None
+
+
+def test_the_loss_of_a_pass_that_was_scaled_in_a_pause_is_not_known(
+    script: Script, tmp_path: Path
+) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
+    losses = []
+    for step, batch in enumerate(loader(STEPS)):
+        loss = loss_of(script.net, *batch)
+        losses.append(float(loss.detach()))
+        scaled = scaler.scale(loss)
+        if script.is_paused and step % 10 == 9:
+            torch.save(script.net.state_dict(), tmp_path / "model.pt")
+        scaled.backward()
+        scaler.step(script.optimizer)
+        scaler.update()
+        script.optimizer.zero_grad()
+    script.session.close()
+    (record,) = read_ranks(RunFolder(script.folder))
+    known = [loss for block in record.blocks for loss in block["loss"] if loss is not None]
+    assert record.last["checkpoints"] > 1
+    assert max(known) <= max(losses)
+
+
+def test_steps_that_a_scaler_skips_in_a_pause_are_counted(script: Script) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    steps = script.train_until_paused()
+    for step, batch in enumerate(islice(script.batches, 10)):
+        loss = loss_of(script.net, *batch) * (math.inf if step % 3 == 0 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(script.optimizer)
+        scaler.update()
+        script.optimizer.zero_grad()
+    totals = script.close()
+    assert script.session.tracker.steps == steps + 10
+    assert min(totals["phases"].values()) >= 0
+
+
+def test_a_collective_inside_a_dataset_does_not_lose_the_batch(script: Script) -> None:
+    script.train_until_paused()
+
+    class Gathering(Dataset[Any]):
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> Any:
+            if index == 1:
+                time.sleep(0.02)
+                script.session._windows.before_call()  # type: ignore[union-attr]
+                time.sleep(0.02)
+            return torch.ones(2), torch.zeros(2)
+
+    tracker = script.session.tracker
+    samples, before = tracker.samples, dict(tracker.clock.known_seconds)
+    data = Gathering()
+    tracker.paused.dataset = weakref.ref(data)
+    script.train(DataLoader(data, batch_size=4))
+    totals = script.close()
+    assert totals["phases"]["input"] - before["input"] >= 0.04
+    assert totals["samples"] == samples + 8
 
 
 def test_steps_of_a_new_optimizer_are_counted(script: Script) -> None:

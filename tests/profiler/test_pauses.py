@@ -38,6 +38,7 @@ from paceline.profiler.recording_windows import (
     is_recorded,
 )
 from paceline.profiler.sleep_time import SleepTime
+from paceline.profiler.tracking.paused_steps import StepPhases
 from paceline.profiler.tracking.step_tracker import StepTracker
 
 CALLS_BEFORE = 5
@@ -143,13 +144,15 @@ class Training:
             if self.is_recording():
                 self.steps_recorded.append(self.tracker.steps)
                 self._recorded_step(backward_seconds, input_seconds)
+                self.tracker.end_update(self.optimizer)
             else:
                 self.spend(0.002 + backward_seconds + input_seconds)
-                self.tracker.paused.backward_seconds += backward_seconds
-                self.tracker.paused.input_seconds += input_seconds
+                paused = self.tracker.paused
+                paused.backward_seconds += backward_seconds
+                paused.input_seconds += input_seconds
+                self.tracker.end_paused_step(paused.input_seconds, paused.backward_seconds)
             events = self.tracker.events
             events.updates += 1
-            self.tracker.end_update(self.optimizer)
             self.windows.settle()
             if events.updates >= events.window_ends:
                 events.on_window()
@@ -452,8 +455,8 @@ def test_the_cost_of_recording_decides_how_many_windows_are_recorded(
 ) -> None:
     windows = training.windows
     windows._forced, windows._factor = None, before
-    windows._window = Totals(0, 0, 10.0, 1.0, 0, {}, 0.0, None)
-    now = Totals(16, 16, 12.0, 1.0 + 2 * share, 0, {}, 0.0, None)
+    windows._window = Totals(0, 0, 10.0, 1.0, 0, StepPhases({}, 0.0), None)
+    now = Totals(16, 16, 12.0, 1.0 + 2 * share, 0, StepPhases({}, 0.0), None)
     for can_pause, factor in ((True, expected), (False, 1)):
         monkeypatch.setattr(windows, "_can_pause", lambda *_, can_pause=can_pause: can_pause)
         assert windows._next_factor(now) == factor

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Optimizer
+from torch.utils.checkpoint import checkpoint
 
 from paceline.measure.phase_clock import CudaPhaseClock, PhaseClock
 from paceline.profiler.collection import read_ranks
@@ -481,6 +482,82 @@ def test_evaluation_that_disables_gradients_inside_its_loop(tmp_path: Path) -> N
     # Only the first batch is not known to be one of the evaluation.
     assert measured.phases == [*STEP * 2, "input", "evaluate"] * 2
     assert len(measured.record.step_seconds) == 4
+
+
+@pytest.mark.parametrize("is_in_eval_mode", [False, True])
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_evaluation_with_a_loss_module_is_not_part_of_steps(
+    tmp_path: Path, is_in_eval_mode: bool, is_inside: bool
+) -> None:
+    net, loss = model(), nn.MSELoss()
+    optimizer = sgd(net)
+    with profiled(tmp_path) as measured:
+        for _ in range(2):
+            net.train()
+            for batch in loader(2):
+                train_step(net, optimizer, *batch)
+            net.train(not is_in_eval_mode)
+            with torch.set_grad_enabled(is_inside):
+                for inputs, targets in loader(3):
+                    with torch.no_grad():
+                        loss(net(inputs), targets)
+    # If gradients are disabled inside the loop, its first batch is not known to be of evaluation.
+    assert measured.phases == [*STEP * 2, "input", "evaluate"] * 2
+    assert len(measured.record.step_seconds) == 4
+
+
+def test_evaluation_without_a_loader_and_with_a_loss_module(tmp_path: Path) -> None:
+    net, loss = model(), nn.MSELoss()
+    optimizer = sgd(net)
+    batch = torch.ones(4, 2), torch.zeros(4, 2)
+    with profiled(tmp_path) as measured:
+        for _ in range(2):
+            for _ in range(2):
+                train_step(net, optimizer, *batch)
+            net.eval()
+            with torch.no_grad():
+                for inputs, targets in [batch] * 2:
+                    loss(net(inputs), targets)
+            net.train()
+    assert measured.phases == [*STEP[1:] * 2, "evaluate"] * 2
+
+
+def test_a_metric_of_each_step_is_not_evaluation(tmp_path: Path) -> None:
+    net, metric = model(), nn.L1Loss()
+    optimizer = sgd(net)
+    with profiled(tmp_path) as measured:
+        for inputs, targets in loader(3):
+            outputs = net(inputs)
+            nn.functional.mse_loss(outputs, targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                metric(outputs, targets)
+    assert measured.phases == [*STEP * 3, "input"]
+
+
+def test_activation_checkpointing_of_the_whole_model_is_forward(tmp_path: Path) -> None:
+    net = model()
+    optimizer = sgd(net)
+    with profiled(tmp_path) as measured:
+        for inputs, targets in loader(3):
+            outputs = checkpoint(net, inputs.requires_grad_(), use_reentrant=True)
+            nn.functional.mse_loss(outputs, targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert measured.phases == [*STEP * 3, "input"]
+    assert measured.record.last["samples"] == 12
+
+
+def test_files_that_are_saved_between_two_steps_are_one_checkpoint(tmp_path: Path) -> None:
+    net = model()
+    optimizer = sgd(net)
+    with profiled(tmp_path) as measured:
+        for batch in loader(2):
+            train_step(net, optimizer, *batch)
+            for name in ("model", "optimizer"):
+                torch.save(net.state_dict(), tmp_path / f"{name}.pt")
+    assert measured.record.last["checkpoints"] == 2
 
 
 def test_evaluation_with_gradients(tmp_path: Path) -> None:

@@ -14,17 +14,19 @@ that the script calls.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 from paceline.profiler import FACTOR_VARIABLE
 from paceline.profiler.sleep_time import SleepTime
 from paceline.profiler.tracking.event_queue import Guard
-from paceline.profiler.tracking.paused_steps import Noted, UsualStep
+from paceline.profiler.tracking.paused_steps import Noted, StepPhases, UsualStep, steps_between
 
 if TYPE_CHECKING:
     from paceline.profiler.collectives.pauses import CollectivePauses, Counted
@@ -55,8 +57,7 @@ class Totals:
     moment: float
     recording_seconds: float
     module_calls: int
-    phases: dict[str, float]
-    exposed_in_backward: float
+    phases: StepPhases
     collectives: Counted | None
 
 
@@ -124,20 +125,24 @@ class RecordingWindows:
 
     def _waited(self, step_seconds: Sequence[float], noted: Noted) -> float:
         """How long the program waited for other ranks in steps that took much longer than usual."""
-        usual, count = self._usual, len(step_seconds)
-        stalls = [seconds for seconds in step_seconds if seconds > STALL_SECONDS]
-        excess = usual.excess(stalls)
-        if not excess:
+        usual = self._usual
+        steps = list(zip(step_seconds, noted.steps, strict=True))
+        stalls = [
+            usual.more_backward(step)
+            for seconds, step in steps
+            if seconds > STALL_SECONDS and usual.is_long(seconds)
+        ]
+        if not stalls:
             return 0.0
         # Perhaps steps are longer from now on.
         self._resume_later()
-        backward = max(0.0, noted.backward_seconds - usual.backward_seconds * count)
+        backward = math.fsum(stalls)
         if not backward or self._collectives is None or not self._collectives.has_groups:
             return 0.0
         # The thread also slept as usual, and perhaps in what is not part of usual steps.
-        slept = usual.exchange_share * usual.backward_seconds * count
-        slept += usual.unusual(step_seconds, noted)
-        return self._sleep_time.take(min(excess, backward), slept)
+        slept = usual.exchange_share * usual.backward_seconds * len(steps)
+        slept += math.fsum(usual.unusual(seconds, step) for seconds, step in steps)
+        return self._sleep_time.take(backward, slept)
 
     def close(self, has_failed: bool) -> None:
         """The process ends, or is not measured any more."""
@@ -182,15 +187,14 @@ class RecordingWindows:
     def _totals(self) -> Totals:
         tracker = self._tracker
         # All that was noted is interpreted first.
-        phases = dict(tracker.clock.known_seconds)
+        tracker.events.flush()
         return Totals(
             tracker.events.updates,
             tracker.steps,
             perf_counter(),
             self._costs.recording_seconds(tracker),
             tracker.module_calls,
-            phases,
-            tracker.exposed_seconds.get("backward", 0.0),
+            tracker.phases_so_far(),
             self._collectives.counted() if self._collectives is not None else None,
         )
 
@@ -231,10 +235,8 @@ class RecordingWindows:
         began, window, tracker = perf_counter(), self._window, self._tracker
         assert window is not None
         steps = now.updates - window.updates
-        spent = {name: value - window.phases[name] for name, value in now.phases.items()}
-        exposed = now.exposed_in_backward - window.exposed_in_backward
-        step_seconds = tracker.clock.step_seconds[-steps:].tolist()
-        self._usual = UsualStep.of(spent, exposed, step_seconds)
+        recorded = islice(tracker.last_steps, len(tracker.last_steps) - steps, None)
+        self._usual = UsualStep.of(steps_between([window.phases, *recorded]))
         self._modules_per_step = (now.module_calls - window.module_calls) / steps
         self._steps_divided = now.steps
         if self._collectives is not None:
@@ -244,7 +246,7 @@ class RecordingWindows:
                 self._usual.seconds,
                 window_updates=window.updates,
                 window_began=window.moment,
-                exchange=window.phases["exchange"],
+                exchange=window.phases.seconds["exchange"],
             )
         self._sleep_time = SleepTime()
         self._pause = now

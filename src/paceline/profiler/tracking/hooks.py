@@ -96,7 +96,7 @@ class Hooks:
 
     def install(self, tracker: StepTracker, guard: Guard) -> None:
         never_compile(loss_of)
-        unscaled: list[Loss] = []
+        unscaled: list[Loss | None] = []
         self._hook_models(tracker)
         self._hook_graphs(guard(tracker.replay_graph))
         self._hook_backward(tracker, unscaled)
@@ -124,7 +124,7 @@ class Hooks:
 
         self.replace(torch.cuda.CUDAGraph, "replay", make)
 
-    def _hook_backward(self, tracker: StepTracker, unscaled: list[Loss]) -> None:
+    def _hook_backward(self, tracker: StepTracker, unscaled: list[Loss | None]) -> None:
         def make(original: Any) -> Any:
             return measured_backward(original, tracker, unscaled)
 
@@ -136,7 +136,7 @@ class Hooks:
             return measured_input(original, tracker, count)
 
         def make_iterator(original: Any) -> Any:
-            return measured_iterator(original, make(original), tracker.paused)
+            return measured_iterator(original, make(original), tracker)
 
         self.replace(dataloader.DataLoader, "__iter__", make_iterator)
         self.replace(dataloader._BaseDataLoaderIter, "__next__", make)
@@ -152,16 +152,16 @@ class Hooks:
         self.replace(Optimizer, "zero_grad", make)
 
     def _hook_grad_scaler(
-        self, tracker: StepTracker, unscaled: list[Loss], skip: Callable[..., Any]
+        self, tracker: StepTracker, unscaled: list[Loss | None], skip: Callable[..., Any]
     ) -> None:
         events = tracker.events
 
         def make_scale(original: Any) -> Any:
             def scale(self: Any, outputs: Any) -> Any:
-                if self.is_enabled() and not tracker.paused.thread and tracker.is_in_thread():
-                    # The next backward pass begins with what is scaled here.
-                    loss = loss_of(outputs)
-                    unscaled[:] = () if loss is None else (loss,)
+                if self.is_enabled() and tracker.is_in_thread():
+                    # The next backward pass begins with what is scaled here. It may be recorded
+                    # even if this is still in a pause.
+                    unscaled[:] = (None if tracker.paused.thread else loss_of(outputs),)
                 return original(self, outputs)
 
             return scale

@@ -19,7 +19,6 @@ from torch.compiler import is_dynamo_compiling
 from torch.optim import Optimizer
 
 from paceline.profiler.tracking.event_queue import EventQueue
-from paceline.profiler.tracking.paused_steps import PausedSteps
 from paceline.profiler.tracking.step_tracker import Loss, StepTracker
 
 SEQUENCES = (list, tuple)
@@ -35,8 +34,13 @@ def model_notes(tracker: StepTracker) -> Callable[[nn.Module], None]:
     def note_call(model: nn.Module) -> None:
         thread = get_ident()
         # A module without it fails by itself.
-        is_training = getattr(model, "training", True)
-        trains = is_training or torch.is_grad_enabled()
+        is_training, trains = getattr(model, "training", True), torch.is_grad_enabled()
+        if is_training and not trains:
+            if not _has_weights(model):
+                # A loss or a metric of an evaluation.
+                return
+            # Such as one that plays the games that it learns from.
+            trains = not tracker.has_loader
         if thread == paused.thread:
             if paused.is_in_input or paused.is_in_backward:
                 return
@@ -53,6 +57,14 @@ def model_notes(tracker: StepTracker) -> Callable[[nn.Module], None]:
                 events.flush_due()
 
     return note_call
+
+
+def _has_weights(model: nn.Module) -> bool:
+    try:
+        return next(model.parameters(), None) is not None
+    except AttributeError:
+        # It is not initialized, and fails by itself.
+        return True
 
 
 def measured_call(original: Any, events: EventQueue, note_call: Callable[..., Any]) -> Any:
@@ -83,10 +95,10 @@ def _in_file_of(original: Any, replacement: Any) -> Any:
     return replacement
 
 
-def measured_backward(original: Any, tracker: StepTracker, unscaled: list[Loss]) -> Any:
+def measured_backward(original: Any, tracker: StepTracker, unscaled: list[Loss | None]) -> Any:
     """Make the function that runs a backward pass.
 
-    `unscaled`: the loss before it was scaled, if a GradScaler did that.
+    `unscaled`: the loss before it was scaled, if a GradScaler did that; None if it is not known.
     """
     events, paused = tracker.events, tracker.paused
     begin, end = tracker.begin_backward, tracker.end_backward
@@ -137,14 +149,21 @@ def measured_input(original: Any, tracker: StepTracker, count: Callable[[object]
             if paused.is_in_input:
                 return original(self)
             if torch.is_grad_enabled() and paused.is_usual(self, events.updates):
-                paused.is_in_input, began = True, perf_counter()
+                paused.is_in_input, paused.input_began = True, perf_counter()
+                samples = None
                 try:
                     batch = original(self)
+                    samples = samples_of(batch) or 0
+                    return batch
                 finally:
-                    paused.input_seconds += perf_counter() - began
+                    now = perf_counter()
+                    paused.input_seconds += now - paused.input_began
                     paused.is_in_input = events.is_in_model = False
-                paused.add_batch(ref(self), samples_of(batch) or 0, events.updates)
-                return batch
+                    if not paused.thread:
+                        # A collective of the dataset ended the pause.
+                        events.append((now, end, ref(self), samples))
+                    elif samples is not None:
+                        paused.add_batch(ref(self), samples, events.updates)
             # It is for evaluation, or of another loader.
             paused.interrupt()
         if thread != events.noted_thread:
@@ -165,20 +184,24 @@ def measured_input(original: Any, tracker: StepTracker, count: Callable[[object]
     return measured
 
 
-def measured_iterator(original: Any, measured: Any, paused: PausedSteps) -> Any:
+def measured_iterator(original: Any, measured: Any, tracker: StepTracker) -> Any:
     """Make the function that begins to iterate over a DataLoader: it starts its processes."""
+    events, paused, end = tracker.events, tracker.paused, tracker.end_input
 
     def iterate(self: Any) -> Any:
         if get_ident() == paused.thread:
             if paused.is_in_input:
                 return original(self)
-            if self.dataset is paused.dataset and torch.is_grad_enabled():
-                paused.is_in_input, began = True, perf_counter()
+            if paused.is_dataset(self.dataset) and torch.is_grad_enabled():
+                paused.is_in_input, paused.input_began = True, perf_counter()
                 try:
                     return original(self)
                 finally:
-                    paused.input_seconds += perf_counter() - began
+                    now = perf_counter()
+                    paused.input_seconds += now - paused.input_began
                     paused.is_in_input = False
+                    if not paused.thread:
+                        events.append((now, end, paused.iterator, None))
             paused.interrupt()
         return measured(self)
 
@@ -191,7 +214,7 @@ def update_notes(tracker: StepTracker) -> tuple[Callable[..., None], Callable[..
     torch passes more arguments, which do not matter here.
     """
     events, paused = tracker.events, tracker.paused
-    begin, end = tracker.begin_update, tracker.end_update
+    begin, end, end_paused = tracker.begin_update, tracker.end_update, tracker.end_paused_step
 
     def begin_update(optimizer: Optimizer, *_: object) -> None:
         events.updates += 1
@@ -203,9 +226,12 @@ def update_notes(tracker: StepTracker) -> tuple[Callable[..., None], Callable[..
 
     def end_update(optimizer: Optimizer, *_: object) -> None:
         now = perf_counter()
-        if paused.thread and paused.thread != get_ident():
+        if not paused.thread:
+            events.append((now, end, ref(optimizer)))
+        elif paused.thread == get_ident():
+            events.append((now, end_paused, paused.input_seconds, paused.backward_seconds))
+        else:
             return
-        events.append((now, end, ref(optimizer)))
         events.is_in_model = False
         if events.updates >= events.due_update or now >= events.due:
             events.flush_due()

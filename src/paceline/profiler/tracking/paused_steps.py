@@ -7,8 +7,10 @@ else a step consists of is divided among the phases as in the recorded window be
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple
 from weakref import ref
@@ -24,13 +26,23 @@ LONG = 4.0
 """A step that takes longer than this multiple of the usual one contains something else."""
 
 
+class Measured(NamedTuple):
+    """Of a step that is not recorded."""
+
+    input_seconds: float
+    backward_seconds: float
+
+
 class Noted(NamedTuple):
     """Since the last call of `take`."""
 
     input_seconds: float
     backward_seconds: float
+    """With those of the unfinished step."""
     batches: int
     samples: int
+    steps: Sequence[Measured]
+    """Those that ended."""
 
 
 class PausedSteps:
@@ -41,14 +53,18 @@ class PausedSteps:
         "backward_seconds",
         "batches",
         "dataset",
+        "ends",
         "has_batch",
+        "input_began",
         "input_seconds",
         "interrupt",
         "is_in_backward",
         "is_in_input",
         "is_training",
         "iterator",
+        "last_end",
         "last_samples",
+        "last_taken",
         "optimizer",
         "samples",
         "thread",
@@ -64,8 +80,8 @@ class PausedSteps:
         """A weak reference to the one that ends steps."""
         self.is_training = True
         """Whether the model that is trained is in training mode."""
-        self.dataset: Any = None
-        """The one that it is trained on."""
+        self.dataset: Callable[[], Any] = lambda: None
+        """A weak reference to the one that it is trained on: the script may free it."""
         self.iterator: Callable[[], Any] = lambda: None
         """A weak reference to the iterator of the last batch."""
         self.last_samples = 0
@@ -75,8 +91,13 @@ class PausedSteps:
         self.has_batch = False
         """Whether a batch arrived and no model was called since."""
         self.is_in_input = self.is_in_backward = False
-        self.backward_began = 0.0
+        self.input_began = self.backward_began = 0.0
         self.input_seconds = self.backward_seconds = 0.0
+        """Since the pause began."""
+        self.ends: list[Measured] = []
+        """What both were at the ends of steps."""
+        self.last_end = self.last_taken = Measured(0.0, 0.0)
+        """What both were at the last end, and at the last call of `take`."""
         self.batches = self.samples = 0
 
     def begin(
@@ -87,24 +108,45 @@ class PausedSteps:
         is_training: bool,
     ) -> None:
         self.optimizer, self.iterator, self.is_training = optimizer, iterator, is_training
-        self.dataset, self.updates_before_batch = getattr(iterator(), "_dataset", None), -1
+        self.dataset, self.updates_before_batch = _reference(iterator()), -1
         self.has_batch = self.is_in_input = self.is_in_backward = False
-        self.take()
+        self.input_seconds = self.backward_seconds = 0.0
+        self.ends = []
+        self.last_end = self.last_taken = Measured(0.0, 0.0)
+        self.batches = self.samples = 0
         self.thread = thread
 
     def end(self) -> None:
-        self.thread, self.dataset = 0, None
+        self.thread = 0
 
     def is_usual(self, iterator: Any, updates: int) -> bool:
         """Whether the next batch is for training: of the same data, and not another one's of the
         same step."""
         if ref(iterator) is self.iterator:
             return True
-        return iterator._dataset is self.dataset and self.updates_before_batch != updates
+        return self.is_dataset(iterator._dataset) and self.updates_before_batch != updates
+
+    def is_dataset(self, dataset: Any) -> bool:
+        """Whether it is the one that the model is trained on."""
+        return dataset is not None and dataset is self.dataset()
 
     def take(self) -> Noted:
-        noted = Noted(self.input_seconds, self.backward_seconds, self.batches, self.samples)
-        self.input_seconds = self.backward_seconds = 0.0
+        now, before = Measured(self.input_seconds, self.backward_seconds), self.last_taken
+        ends = [self.last_end, *self.ends]
+        noted = Noted(
+            now.input_seconds - before.input_seconds,
+            now.backward_seconds - before.backward_seconds,
+            self.batches,
+            self.samples,
+            [
+                Measured(
+                    end.input_seconds - begin.input_seconds,
+                    end.backward_seconds - begin.backward_seconds,
+                )
+                for begin, end in pairwise(ends)
+            ],
+        )
+        self.last_taken, self.last_end, self.ends = now, ends[-1], []
         self.batches = self.samples = 0
         return noted
 
@@ -115,9 +157,25 @@ class PausedSteps:
         self.samples += samples
 
 
+def _reference(iterator: Any) -> Callable[[], Any]:
+    """A weak reference to the dataset of an iterator; to nothing if there can be none."""
+    try:
+        return ref(iterator._dataset)
+    except (AttributeError, TypeError):
+        return lambda: None
+
+
+class StepPhases(NamedTuple):
+    """Of a step that is recorded, or the totals up to its end."""
+
+    seconds: Mapping[str, float]
+    """By phase."""
+    exposed_in_backward: float
+
+
 @dataclass(frozen=True, slots=True)
 class UsualStep:
-    """The mean step of a recorded window."""
+    """The mean step of a recorded window, without long ones."""
 
     seconds: float
     """With everything that is part of a step."""
@@ -130,39 +188,44 @@ class UsualStep:
     """Shares of the other phases, which are not measured in pauses."""
 
     @classmethod
-    def of(
-        cls, phases: Mapping[str, float], exposed_in_backward: float, step_seconds: Sequence[float]
-    ) -> UsualStep:
-        """`phases`: the seconds of a window in each of them."""
-        steps, limit = len(step_seconds), LONG * median(step_seconds)
-        spent = {name: max(0.0, phases[name]) for name in PHASES if name not in OUTSIDE}
-        # What the script does between some of the steps only.
-        once = sum(seconds - limit / LONG for seconds in step_seconds if seconds > limit)
-        spent["other"] = max(0.0, spent["other"] - once)
-        backward = spent["backward"] + exposed_in_backward
+    def of(cls, steps: Sequence[StepPhases]) -> UsualStep:
+        """A long step may contain what the script does in some of the steps only, in any phase."""
+        durations = [math.fsum(step.seconds.values()) for step in steps]
+        limit = LONG * median(durations)
+        usual = [one for one, seconds in zip(steps, durations, strict=True) if seconds <= limit]
+        count = len(usual)
+        spent = {
+            name: max(0.0, math.fsum(step.seconds[name] for step in usual))
+            for name in PHASES
+            if name not in OUTSIDE
+        }
+        exposed = math.fsum(step.exposed_in_backward for step in usual)
+        backward = spent["backward"] + exposed
         total = sum(spent.values())
         rest = {name: value for name, value in spent.items() if name not in MEASURED}
-        rest["exchange"] = max(0.0, rest["exchange"] - exposed_in_backward)
+        rest["exchange"] = max(0.0, rest["exchange"] - exposed)
         divisor = sum(rest.values())
         return cls(
-            total / steps,
-            spent["input"] / steps,
-            backward / steps,
-            exposed_in_backward / backward if backward else 0.0,
+            total / count,
+            spent["input"] / count,
+            backward / count,
+            exposed / backward if backward else 0.0,
             {name: value / divisor for name, value in rest.items()} if divisor else {"other": 1.0},
         )
 
-    def excess(self, step_seconds: Sequence[float]) -> float:
-        """What long steps took beyond the usual."""
-        limit = LONG * self.seconds
-        return sum(seconds - self.seconds for seconds in step_seconds if seconds > limit)
+    def is_long(self, seconds: float) -> bool:
+        return seconds > LONG * self.seconds
 
-    def unusual(self, step_seconds: Sequence[float], noted: Noted) -> float:
-        """The part of the excess that is neither input nor backward passes."""
-        count = len(step_seconds)
-        more_input = max(0.0, noted.input_seconds - count * self.input_seconds)
-        more_backward = max(0.0, noted.backward_seconds - count * self.backward_seconds)
-        return max(0.0, self.excess(step_seconds) - more_input - more_backward)
+    def more_backward(self, step: Measured) -> float:
+        """What the backward passes of a long step took beyond the usual."""
+        return max(0.0, step.backward_seconds - self.backward_seconds)
+
+    def unusual(self, seconds: float, step: Measured) -> float:
+        """The part of a long step's excess that is neither input nor backward passes."""
+        if not self.is_long(seconds):
+            return 0.0
+        more_input = max(0.0, step.input_seconds - self.input_seconds)
+        return max(0.0, seconds - self.seconds - more_input - self.more_backward(step))
 
     def divide(
         self, clock: PhaseClock, step_seconds: Sequence[float], noted: Noted, waited: float
@@ -173,11 +236,28 @@ class UsualStep:
         """
         backward = noted.backward_seconds - waited
         exchange = self.exchange_share * backward
-        measured = noted.input_seconds + noted.backward_seconds
-        rest = sum(step_seconds) - measured - self.unusual(step_seconds, noted)
+        rest = math.fsum(
+            seconds - step.input_seconds - step.backward_seconds - self.unusual(seconds, step)
+            for seconds, step in zip(step_seconds, noted.steps, strict=True)
+        )
         clock.move("other", "input", noted.input_seconds)
         clock.move("other", "backward", backward - exchange)
         clock.move("other", "exchange", exchange)
         clock.move("other", "wait", waited)
         for phase, share in self.rest.items():
             clock.move("other", phase, share * max(0.0, rest))
+
+
+def steps_between(totals: Sequence[StepPhases]) -> list[StepPhases]:
+    """The steps between totals that follow each other."""
+    return [
+        StepPhases(
+            {
+                name: value - begin.seconds[name]
+                for name, value in end.seconds.items()
+                if name not in OUTSIDE
+            },
+            end.exposed_in_backward - begin.exposed_in_backward,
+        )
+        for begin, end in pairwise(totals)
+    ]

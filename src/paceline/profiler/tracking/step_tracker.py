@@ -24,6 +24,7 @@ Functions that torch calls append events to a queue (notes.py), and the methods 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from threading import get_ident
 from time import perf_counter
@@ -36,12 +37,20 @@ from torch.optim import Optimizer
 
 from paceline.measure.phase_clock import CudaPhaseClock, PhaseClock, clock_for
 from paceline.profiler.tracking.event_queue import EventQueue, Guard
-from paceline.profiler.tracking.paused_steps import OUTSIDE, Noted, PausedSteps
+from paceline.profiler.tracking.paused_steps import (
+    OUTSIDE,
+    Measured,
+    Noted,
+    PausedSteps,
+    StepPhases,
+)
 
 NOT_INTERRUPTED = frozenset(("input", "backward", "checkpoint"))
 """Phases that contain whatever a script does in them."""
 READ_SECONDS_MAX = 50e-6
 """Reading a loss that takes longer was interrupted by another process."""
+LAST_STEPS = 64
+"""More than a window has that is recorded (recording_windows.py)."""
 CHECK_STEPS = 16
 """Of so many steps on a GPU, one is checked for whether the GPU waits for the program."""
 NO_MODEL = frozenset(("other", "update", "evaluate"))
@@ -73,6 +82,10 @@ class StepTracker:
         self.paused = PausedSteps()
         self.paused_steps = 0
         """How many steps were not recorded."""
+        self.last_steps = deque[StepPhases](maxlen=LAST_STEPS)
+        """Totals at the ends of the last steps, not on a GPU."""
+        self.has_loader = False
+        """Whether the script takes batches from a DataLoader."""
         self.on_batches: Callable[[Any, int, float], object] = nothing
         """Called with a weak reference to the iterator of batches, their number, and the seconds
         they took."""
@@ -90,6 +103,9 @@ class StepTracker:
         self.samples = 0
         """In the batches of DataLoaders that models were trained on."""
         self.checkpoints = 0
+        """Files that are saved between the same two steps are one."""
+        self._last_checkpoint = -1
+        """How many steps there were at the last one."""
         self.loss: Loss | None = None
         """Of the last backward pass."""
         self.loss_seconds = 0.0
@@ -131,6 +147,8 @@ class StepTracker:
         """A weak reference to a model called without gradients, perhaps for a training batch."""
         self._maybe_evaluation = False
         """Whether the model called last is in evaluation mode, but with gradients."""
+        self._maybe_forward = False
+        """Whether it was called in training mode, but without gradients."""
         self._is_training = True
         """Whether the model that is trained is in training mode."""
 
@@ -206,6 +224,8 @@ class StepTracker:
 
     def begin_input(self, iterator: Callable[[], object], has_gradients: bool) -> None:
         """A batch is requested; `iterator` is a weak reference."""
+        self.has_loader = True
+        self._maybe_forward = False
         is_input = self._is_input(iterator, has_gradients)
         self._outer.append((is_input, self.events.time()))
 
@@ -259,7 +279,7 @@ class StepTracker:
         if trains:
             if phase == "evaluate" and self._has_teacher(model):
                 self._relabel("forward")
-            self._evaluation_iterator = nothing
+            self._evaluation_iterator, self._maybe_forward = nothing, False
             self._maybe_evaluation = not is_training and not self._stepping
             self._is_after_backward = False
             self._is_training = is_training
@@ -270,6 +290,7 @@ class StepTracker:
                 self._evaluation_iterator = self._iterator
             if has_batch or self._iterator is nothing:
                 self._maybe_teacher = reference
+            self._maybe_forward = is_training
             self._enter_evaluation()
 
     def _has_teacher(self, model: nn.Module | None) -> bool:
@@ -297,6 +318,11 @@ class StepTracker:
         if phase == "other":
             # A compiled function or a functional model is not called as a module.
             self._relabel("forward")
+        elif phase == "evaluate" and self._maybe_forward:
+            # Activation checkpointing computes without gradients first.
+            self._relabel("forward")
+            self._evaluation_iterator = self._maybe_teacher = nothing
+        self._maybe_forward = False
         self._enter("backward")
         self._computes = True
         if not accumulates:
@@ -375,10 +401,12 @@ class StepTracker:
         parameters = (each for group in groups for each in group["params"])
         return next((each.device for each in parameters), torch.device("cpu"))
 
+    def end_paused_step(self, input_seconds: float, backward_seconds: float) -> None:
+        """`PausedSteps` had these totals."""
+        self.paused.ends.append(Measured(input_seconds, backward_seconds))
+        self.end_step()
+
     def end_update(self, optimizer: ref[Optimizer]) -> None:
-        if self.paused.thread:
-            self.end_step()
-            return
         if not self._stepping or self._stepping[0] is not optimizer:
             return
         self._stepping.clear()
@@ -403,7 +431,12 @@ class StepTracker:
     def skip_update(self, optimizer: Optimizer) -> None:
         """A GradScaler skipped the step of an optimizer, because gradients were not finite."""
         self.events.flush()
-        if self.is_in_thread() and self._ends_step(ref(optimizer)):
+        paused = self.paused
+        if not self.is_in_thread() or not self._ends_step(ref(optimizer)):
+            return
+        if paused.thread:
+            self.end_paused_step(paused.input_seconds, paused.backward_seconds)
+        else:
             self.end_step()
 
     def _ends_step(self, optimizer: ref[Optimizer]) -> bool:
@@ -437,9 +470,15 @@ class StepTracker:
         self._others.clear()
         self.parts_of_first += not self.steps
         self.steps += 1
-        if self.steps == 1 and not self._is_on_gpu:
-            self.events.defer()
+        if not self._is_on_gpu:
+            self.last_steps.append(self.phases_so_far())
+            if self.steps == 1:
+                self.events.defer()
         self._on_step()
+
+    def phases_so_far(self) -> StepPhases:
+        exposed = self.exposed_seconds.get("backward", 0.0)
+        return StepPhases(dict(self._clock.known_seconds), exposed)
 
     def end_step_here(self) -> None:
         """End a step by request; from now on, optimizers do not end steps."""
@@ -470,9 +509,11 @@ class StepTracker:
 
     def take_paused(self) -> Noted:
         """Count what was noted in a pause since the last call."""
-        paused = self.paused
+        paused, now = self.paused, perf_counter()
+        if paused.is_in_input:
+            paused.input_seconds += now - paused.input_began
+            paused.input_began = now
         if paused.is_in_backward:
-            now = perf_counter()
             paused.backward_seconds += now - paused.backward_began
             paused.backward_began = now
         noted = paused.take()
@@ -491,8 +532,11 @@ class StepTracker:
         paused.end()
         events.noted_thread = events.thread
         self._iterator, self._has_batch = paused.iterator, paused.has_batch
+        # The end of what is in progress is noted.
+        if paused.is_in_input:
+            self._clock.enter("input")
+            self._outer.append((True, self.events.time()))
         if paused.is_in_backward:
-            # Its end is noted.
             self._clock.enter("backward")
             self._outer.append("other")
         if self._has_batch:
@@ -519,7 +563,8 @@ class StepTracker:
         if phase == "checkpoint":
             return None
         self._interrupt("checkpoint")
-        self.checkpoints += 1
+        self.checkpoints += self.steps != self._last_checkpoint
+        self._last_checkpoint = self.steps
         return phase
 
     def end_checkpoint(self, phase: str) -> None:
