@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed import init_process_group
 from torch.optim import SGD
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from paceline.comm.rank_info import SINGLE_PROCESS
 from paceline.config import RunSettings
@@ -188,6 +190,14 @@ def test_ranks_without_collectives_have_a_warning(
     missing, unseen = write_result(RunFolder(tmp_path), settings, "finished", None)["warnings"]
     assert missing.startswith("no records from rank 1")
     assert unseen.startswith("no collective of torch.distributed was seen")
+
+
+def test_a_rank_is_known_although_its_process_group_is_destroyed(tmp_path: Path) -> None:
+    with profiled(tmp_path) as measured:
+        init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+        run_loop(1)
+        torch.distributed.destroy_process_group()
+    assert (measured.record.rank, measured.record.start["workers"]) == (1, 2)
 
 
 def test_a_second_process_of_the_same_rank_is_not_recorded(tmp_path: Path) -> None:

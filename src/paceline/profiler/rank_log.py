@@ -60,6 +60,8 @@ class RankLog:
         self.window = window
         self.costs = costs
         self.sources = list(sources)
+        self._rank: RankInfo | None = None
+        """In the last process group that was destroyed."""
         self._events: EventWriter | None = None
         self._lock: int | None = None
         self._losses: list[Loss | None] = []
@@ -70,6 +72,10 @@ class RankLog:
         """What precedes the first step to measure."""
         self._after_first: dict[str, float] = {}
         self._written = 0.0
+
+    def note_rank(self) -> None:
+        """Remember the rank: the first block may be written after its process group is gone."""
+        self._rank = find_rank()
 
     def step(self, tracker: StepTracker) -> None:
         """Add the step that ended just now."""
@@ -177,7 +183,9 @@ class RankLog:
 
     def _open(self, tracker: StepTracker) -> EventWriter:
         """Open the file; RunError if another process writes it."""
-        rank = find_rank()
+        rank = self._rank
+        if rank is None or torch.distributed.is_initialized():
+            rank = find_rank()
         path = self.folder.events_file(rank.rank)
         self._lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:

@@ -82,6 +82,7 @@ class Session:
             from paceline.profiler.collectives.recorder import CollectiveRecorder
 
             self._collectives = CollectiveRecorder(self.tracker, self.folder, self.guard)
+            self._collectives.before_shutdown = self.guard(self.log.note_rank)
             self._collectives.install()
         # A trace, or a part of the steps, is recorded as a whole.
         if self._trace is None and self.log.window == StepWindow():

@@ -132,6 +132,8 @@ class CollectiveRecorder:
         self.before_call: Callable[[], object] = lambda: None
         """Called before the script issues a collective, creates or destroys a group, or creates a
         DDP model."""
+        self.before_shutdown: Callable[[], object] = lambda: None
+        """Called before a group is destroyed."""
         self.script_calls = 0
         """Collectives that Python code issued."""
         self.other_records = 0
@@ -420,6 +422,7 @@ class CollectiveRecorder:
 
         def shutdown(group: Any) -> Any:
             self.before_call()
+            self.before_shutdown()
             return original(group)
 
         return shutdown
