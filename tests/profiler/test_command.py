@@ -147,8 +147,8 @@ dist.barrier()
 @pytest.mark.parametrize(
     ("flags", "exit_code", "why"),
     [
-        ((), 0, "the command must train"),
-        (("--quiet",), 0, "the command must train"),
+        ((), 0, "training must use"),
+        (("--quiet",), 0, "training must use"),
         ((), 7, "the program failed before its first one"),
     ],
 )

@@ -45,6 +45,7 @@ def test_a_block_without_steps_leaves_no_folder(tmp_path: Path) -> None:
     assert profile.result is not None
     (text,) = profile.result["warnings"]
     assert text.startswith("no training step was measured")
+    assert "command" not in text
     assert not profile.folder.exists()
 
 

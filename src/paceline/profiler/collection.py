@@ -36,7 +36,7 @@ TRANSIENT = ("process-*.jsonl", "stacks-*.txt", POST_MORTEM_FILE)
 """Files that are part of the result, or that matter only while the processes run."""
 
 NO_STEPS = (
-    "no training step was measured: the command must train with an optimizer of torch, or call"
+    "no training step was measured: training must use an optimizer of torch, or call"
     " paceline.step(), in a Python environment that has paceline installed"
 )
 
