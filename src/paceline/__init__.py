@@ -52,7 +52,7 @@ def load_ipython_extension(shell: Any) -> None:
     """`%load_ext paceline`: measure the training in the cells that follow."""
     from paceline.cli import notebook
 
-    notebook.start()
+    notebook.start(shell)
 
 
 def unload_ipython_extension(shell: Any) -> None:

@@ -166,6 +166,25 @@ def test_a_checkpoint_ends_a_pause_and_is_measured(script: Script, tmp_path: Pat
     assert script.session.tracker.steps == steps + 2
 
 
+def test_a_new_cell_of_a_notebook_ends_a_pause(script: Script) -> None:
+    script.train_until_paused()
+    script.session.divide_cells()
+    assert not script.is_paused
+
+
+def test_paused_steps_are_not_divided_like_a_window_with_time_between_cells(
+    script: Script,
+) -> None:
+    script.train(loader(24))
+    script.session.divide_cells()
+    time.sleep(0.5)
+    script.session.divide_cells()
+    script.train(loader(STEPS))
+    totals = script.close()
+    assert totals["paused_steps"] > STEPS / 2
+    assert totals["phases"]["other"] - 0.5 < totals["phases"]["forward"]
+
+
 def test_the_next_epoch_of_the_same_data_does_not_end_a_pause(script: Script) -> None:
     batches = loader(30)
     paused = []

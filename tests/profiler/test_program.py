@@ -6,6 +6,8 @@ import json
 import multiprocessing
 import os
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import paceline
 from paceline.comm.rank_info import RankInfo
 from paceline.errors import RecordsError, UsageError
 from paceline.profiler import FOLDER_VARIABLE
+from paceline.profiler.collection import read_ranks
 from paceline.profiler.program import Profile
 from paceline.records import RunFolder
 from paceline.report.build import write_report
@@ -166,20 +169,83 @@ def test_an_existing_name_is_a_usage_error(tmp_path: Path) -> None:
         pass
 
 
+class Shell:
+    """The events of IPython."""
+
+    def __init__(self) -> None:
+        self.events = self
+        self.registered: list[tuple[str, Callable[[object], None]]] = []
+
+    def register(self, event: str, function: Callable[[object], None]) -> None:
+        self.registered.append((event, function))
+
+    def unregister(self, event: str, function: Callable[[object], None]) -> None:
+        self.registered.remove((event, function))
+
+    def run_cell(self, cell: Callable[[], None]) -> None:
+        self._trigger("pre_run_cell")
+        cell()
+        self._trigger("post_run_cell")
+
+    def _trigger(self, triggered: str) -> None:
+        for event, function in list(self.registered):
+            if event == triggered:
+                function(None)
+
+
 def test_a_notebook_is_profiled_from_loading_to_unloading_the_extension(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     net = model()
     optimizer = SGD(net.parameters(), lr=0.1)
-    paceline.load_ipython_extension(None)
+    shell = Shell()
+    paceline.load_ipython_extension(shell)
     for batch in loader(3):
         train_step(net, optimizer, *batch)
-    paceline.unload_ipython_extension(None)
+    paceline.unload_ipython_extension(shell)
     printed = capsys.readouterr().out
     assert "iterations  3" in printed
     (page,) = (tmp_path / "runs").glob("*-notebook-profile/report.html")
     assert str(page) in printed
+    assert not shell.registered
+
+
+def test_time_between_cells_that_train_is_not_part_of_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    net = model()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    shell, idle_seconds = Shell(), 0.3
+
+    def train() -> None:
+        for batch in loader(3):
+            train_step(net, optimizer, *batch)
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            net(torch.ones(4, 2))
+
+    def call() -> None:
+        loss_of(net, torch.ones(4, 2), torch.ones(4, 2))
+
+    def sleep() -> None:
+        time.sleep(idle_seconds)
+
+    cells = [train, sleep, train, evaluate, call, train]
+    shell.run_cell(lambda: paceline.load_ipython_extension(shell))
+    for cell in cells:
+        time.sleep(idle_seconds)
+        shell.run_cell(cell)
+    shell.run_cell(lambda: paceline.unload_ipython_extension(shell))
+    (folder,) = (tmp_path / "runs").iterdir()
+    (record,) = read_ranks(RunFolder(folder))
+    assert len(record.step_seconds) == 3 * 3
+    assert max(record.step_seconds) < idle_seconds
+    phases = dict(record.last["phases"])
+    assert phases.pop("other") > (len(cells) + 1) * idle_seconds
+    assert max(phases.values()) < idle_seconds
 
 
 def train_as_rank(rank: int, folder: Path) -> None:

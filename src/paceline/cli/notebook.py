@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from paceline.records import RunFolder, default_name
 
@@ -14,8 +15,10 @@ _running = ExitStack()
 """Ends the profile of this kernel."""
 
 
-def start() -> None:
+def start(shell: Any) -> None:
+    """`shell` is that of IPython."""
     from paceline.cli.profile import present
+    from paceline.profiler import session
     from paceline.profiler.program import profile
 
     stop()
@@ -29,6 +32,15 @@ def start() -> None:
         # The program is the same for all notebooks: the launcher of the kernel.
         name = default_name(Path(OUT), "notebook", "profile")
         measured = stack.enter_context(profile(out=OUT, name=name))
+        active = session.active()
+        if active is not None:
+
+            def divide_cells(_: object) -> None:
+                active.divide_cells()
+
+            for event in ("pre_run_cell", "post_run_cell"):
+                shell.events.register(event, divide_cells)
+                stack.callback(shell.events.unregister, event, divide_cells)
         _running.enter_context(stack.pop_all())
 
 

@@ -162,6 +162,10 @@ class Session:
         """End a step here; from now on, optimizers do not end steps."""
         self.guard(self.tracker.end_step_here)()
 
+    def divide_cells(self) -> None:
+        """A cell of a notebook begins or ends here."""
+        self.guard(self.tracker.divide_cells)()
+
     def close(self, error: BaseException | None = None) -> None:
         """Write what is left and remove all hooks; `error` ended the training."""
         # A forked process inherits the session of its parent.

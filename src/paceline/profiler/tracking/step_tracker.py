@@ -545,6 +545,18 @@ class StepTracker:
             self.samples -= paused.last_samples
         events.is_in_model = False
 
+    def divide_cells(self) -> None:
+        """A cell of a notebook begins or ends: phase other, up to here, is not part of a step."""
+        if not self.is_in_thread():
+            return
+        self.paused.interrupt()
+        if self.clock.phase == "other":
+            self._clock.exclude("other")
+        else:
+            self._interrupt("other")
+        # The next call of a module may begin a phase again.
+        self.events.is_in_model = False
+
     def replay_graph(self) -> None:
         """A CUDA graph is launched; which phases it contains is not known."""
         if self.clock.phase != "other" or not self.is_in_thread():
