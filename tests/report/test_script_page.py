@@ -102,6 +102,17 @@ def test_a_line_is_named_once_in_the_terminal(
     assert output.count("train.py:15") == 1
 
 
+def test_the_headline_counts_the_other_findings_of_the_list(tmp_path: Path) -> None:
+    note = {**line(23, "total += loss.item()"), "call": "Tensor.item", "count": 200, "steps": 200,
+            "seconds": 0.001}  # fmt: skip
+    run = write_script(tmp_path, FakeScript(SLOW.phases, facts=[{"calls": [note]}, {}]))
+    (headline,) = write_report(run.folder.path).headlines
+    page = (run.folder.path / "report.md").read_text()
+    subjects = ("Straggler", "Blocking call", "Compute-bound")
+    assert [f"- **{one}**: " in page for one in subjects] == [True] * 3
+    assert headline.endswith(" 2 more findings below.")
+
+
 def test_code_that_belongs_to_no_phase_is_part_of_a_step(tmp_path: Path) -> None:
     """Such as batches that a script makes without a DataLoader."""
     script = FakeScript([{**BALANCED, "other": 0.03}] * 2)

@@ -42,10 +42,10 @@ def pause_sentence(groups: Sequence[RunGroup]) -> str:
 
 
 def script_sentence(verdict: Verdict) -> str:
-    """What to append to the headline of a single script: its costliest fault."""
+    """What to append to the headline of a single script: its costliest fault, which is first."""
     if len(verdict.groups) != 1 or not verdict.scripts or not verdict.scripts[0].faults:
         return ""
-    first, *others = verdict.scripts[0].faults
+    first, *others = verdict.scripts[0].findings
     more = f" {len(others)} more finding{'s' * (len(others) > 1)} below." if others else ""
     return f" {scripts.subject(first)}: {scripts.sentence(first)}{more}"
 
