@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.data.dataloader as dataloader
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -134,6 +135,16 @@ def test_data_loaders_are_described(tmp_path: Path) -> None:
     assert (used["workers"], used["batch_size"], used["batches"]) == (1, 4, 6)
     assert "DataLoader" in used["code"]
     assert used["seconds"] > 0
+
+
+def test_a_warning_of_a_data_loader_names_the_same_file_as_without_the_profiler(
+    tmp_path: Path,
+) -> None:
+    if torch.accelerator.is_available():
+        pytest.skip("torch warns if there is nothing to pin memory for")
+    with pytest.warns(UserWarning, match="pin_memory") as warned, profiled(tmp_path):
+        iter(loader(1, pin_memory=True))
+    assert [one.filename for one in warned] == [dataloader.__file__]
 
 
 def test_threads_and_memory_are_recorded(tmp_path: Path) -> None:

@@ -255,14 +255,16 @@ class ScriptCalls:
             return init
 
         def make_iterator(original: Any) -> Any:
-            def init(iterator: Any, loader: Any) -> None:
-                original(iterator, loader)
+            def get_iterator(loader: Any) -> Any:
+                iterator = original(loader)
                 began(iterator, loader)
+                return iterator
 
-            return init
+            return get_iterator
 
         hooks.replace(dataloader.DataLoader, "__init__", make_loader)
-        hooks.replace(dataloader._BaseDataLoaderIter, "__init__", make_iterator)
+        # Warnings of an iterator's constructor name its caller, so that must not be a hook.
+        hooks.replace(dataloader.DataLoader, "_get_iterator", make_iterator)
 
     def _created(self, loader: Any, frame: FrameType) -> None:
         use = LoaderUse(script_line(frame), loader.num_workers, loader.batch_size)
