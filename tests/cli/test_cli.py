@@ -104,6 +104,11 @@ def test_control_characters_of_arguments_are_escaped(
     assert message in refused(capsys, *arguments)
 
 
+def test_a_value_may_begin_with_a_minus(capsys: pytest.CaptureFixture[str]) -> None:
+    line = refused(capsys, "profile", "--steps", "-3:5", "--", "python", "train.py")
+    assert "--steps: must be A:B with A below B, such as 20:120, got '-3:5'" in line
+
+
 @pytest.mark.parametrize(
     ("strategy", "option", "message"),
     [

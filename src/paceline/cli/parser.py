@@ -24,6 +24,8 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **keywords: Any) -> None:
         # An abbreviated flag would become ambiguous when another flag is added.
         super().__init__(**{**keywords, "allow_abbrev": False})
+        # argparse takes only -3 and -0.3 for values; -3:5 and -1e-3 would be unknown flags.
+        self._negative_number_matcher = re.compile(r"-\.?\d")
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(self._rephrase(message))
