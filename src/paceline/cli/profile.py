@@ -31,7 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace", action="store_true", help="write a timeline of up to 1000 steps for Perfetto"
     )
-    parser.add_argument("--quiet", action="store_true", help="print no summary at the end")
+    parser.add_argument("--quiet", action="store_true", help="print no summary and write no report")
     parser.add_argument(
         "--hang-seconds",
         type=_seconds,
@@ -106,7 +106,7 @@ def _seconds(text: str) -> float:
 
 
 def _print_post_mortem(report: Mapping[str, Any]) -> None:
-    """Also with --quiet, which omits only the summary."""
+    """Also with --quiet, which omits only the summary and the report."""
     from paceline.report.wording.post_mortem import headline, lines
 
     for line in (headline(report), *(f"  {line}" for line in lines(report))):
