@@ -245,6 +245,51 @@ def test_a_blocking_call_in_every_step_is_named_by_its_line(
     assert one.seconds == pytest.approx(seconds / 200)
 
 
+IN_LIBRARY = {"library": {"file": "framework/loops/epoch.py", "line": 265}}
+
+
+def test_a_call_of_a_library_is_not_for_the_script_to_change(tmp_path: Path) -> None:
+    recorded = call("Tensor.item", 200, 0.2, **IN_LIBRARY)
+    one = only_fault(tmp_path, FakeScript(facts=[{"calls": [recorded]}, {}]))
+    lines = "in framework/loops/epoch.py:265, called from train.py:23"
+    assert f" ({lines}: `total += loss.item()`)." in scripts.sentence(one)
+    assert scripts.remedy(one).startswith("The call is made by framework, not by the script")
+    assert "every 50 steps" not in scripts.remedy(one)
+    assert scripts.account(one).count(lines) == 1
+
+
+def test_calls_of_one_line_of_the_script_are_told_apart_by_those_of_the_library(
+    tmp_path: Path,
+) -> None:
+    other = {"library": {"file": "framework/loops/epoch.py", "line": 301}}
+    calls = [call("Tensor.item", 200, 0.2, **one) for one in (IN_LIBRARY, other)]
+    assert len(faults(tmp_path, FakeScript(facts=[{"calls": calls}, {}]))) == 2
+
+
+@pytest.mark.parametrize("library", [None, "framework", {"file": "framework/loop.py"}])
+def test_an_invalid_line_of_a_library_is_ignored(tmp_path: Path, library: Any) -> None:
+    recorded = call("Tensor.item", 200, 0.2, library=library)
+    one = only_fault(tmp_path, FakeScript(facts=[{"calls": [recorded]}, {}]))
+    assert one.line.text == "train.py:23"
+
+
+@pytest.mark.parametrize(
+    ("file", "advice"),
+    [
+        ("transformers/trainer.py", "TrainingArguments(ddp_find_unused_parameters=False)"),
+        ("framework.py", "constructed by framework, not by the script: use its option for"),
+    ],
+)
+def test_the_option_of_a_library_that_searches_for_unused_parameters(
+    tmp_path: Path, file: str, advice: str
+) -> None:
+    model = {**line(9, "trainer.train()"), "bucket_bytes": [5_000_000], "searches": 200,
+             "find_unused_parameters": True, "unused_bytes": 0, "same_parameters_unused": True,
+             "search_seconds": 0.1, "library": {"file": file, "line": 12}}  # fmt: skip
+    one = only_fault(tmp_path, FakeScript(facts=[{"ddp_models": [model]}] * 2))
+    assert advice in scripts.remedy(one)
+
+
 @pytest.mark.parametrize(
     ("name", "values"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,28 @@ def test_data_loaders_are_described(tmp_path: Path) -> None:
     assert (used["workers"], used["batch_size"], used["batches"]) == (1, 4, 6)
     assert "DataLoader" in used["code"]
     assert used["seconds"] > 0
+
+
+def test_calls_of_a_library_are_recorded_with_its_line_and_that_of_the_script(
+    tmp_path: Path,
+) -> None:
+    file = Path(sysconfig.get_path("purelib"), "framework", "loop.py")
+    of_library = eval(compile("lambda function, *values: function(*values)", file, "eval"))
+    data = loader(3).dataset
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with profiled(tmp_path) as measured:
+        batches, number = of_library(dataloader.DataLoader, data, 4), here()
+        for batch in batches:
+            train_step(net, optimizer, *batch)
+            of_library(torch.Tensor.item, loss_of(net, *batch))
+    recorded = facts(measured)
+    found = [recorded[name][0] for name in ("loaders", "calls")]
+    assert [(one["file"], one["line"]) for one in found] == [
+        (__file__, number),
+        (__file__, number + 3),
+    ]
+    assert [one["library"] for one in found] == [{"file": "framework/loop.py", "line": 1}] * 2
 
 
 def test_a_warning_of_a_data_loader_names_the_same_file_as_without_the_profiler(

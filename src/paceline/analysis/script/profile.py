@@ -15,16 +15,34 @@ from paceline.records import read_lines
 
 
 @dataclass(frozen=True, slots=True)
+class LibraryLine:
+    """A line of an installed library."""
+
+    file: str
+    """Relative to site-packages."""
+    number: int
+
+    @property
+    def library(self) -> str:
+        return self.file.partition("/")[0].removesuffix(".py")
+
+
+@dataclass(frozen=True, slots=True)
 class Line:
     """A line of the script."""
 
     file: str
     number: int
     code: str = ""
+    made_in: LibraryLine | None = None
+    """The line that makes the call, if it is not the script's own."""
 
     @property
     def text(self) -> str:
-        return f"{PurePath(self.file).name}:{self.number}"
+        text = f"{PurePath(self.file).name}:{self.number}"
+        if self.made_in is None:
+            return text
+        return f"in {self.made_in.file}:{self.made_in.number}, called from {text}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +251,13 @@ def _number(value: Any) -> float | None:
 def _line(one: Mapping[str, Any]) -> Line | None:
     if not isinstance(one.get("file"), str) or type(one.get("line")) is not int:
         return None
-    return Line(one["file"], one["line"], str(one.get("code", "")))
+    made_in = _library_line(one.get("library"))
+    return Line(one["file"], one["line"], str(one.get("code", "")), made_in)
+
+
+def _library_line(one: Any) -> LibraryLine | None:
+    line = _line(one) if isinstance(one, dict) else None
+    return LibraryLine(line.file, line.number) if line else None
 
 
 def _call(one: Mapping[str, Any]) -> Call:

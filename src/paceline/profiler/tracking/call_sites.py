@@ -15,11 +15,39 @@ import torch
 
 TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 PACELINE = f"{Path(__file__).parents[2]}{os.sep}"
-LIBRARIES = (
-    *(f"{folder}{os.sep}" for folder in (*site.getsitepackages(), site.getusersitepackages())),
-    *(sysconfig.get_path(name) + os.sep for name in ("purelib", "stdlib", "platstdlib")),
-    TORCH,
+_FOLDERS = sysconfig.get_paths()
+PACKAGES = tuple(
+    f"{folder}{os.sep}"
+    for folder in (
+        *site.getsitepackages(),
+        site.getusersitepackages(),
+        *(_FOLDERS[name] for name in ("purelib", "platlib")),
+    )
 )
+NOT_OF_SCRIPT = (
+    *PACKAGES,
+    *(f"{_FOLDERS[name]}{os.sep}" for name in ("stdlib", "platstdlib")),
+    TORCH,
+    PACELINE,
+    "<",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptLine:
+    """A line of the script, from which a function of torch is called."""
+
+    file: str
+    number: int
+    library: tuple[str, int] | None = None
+    """The file, relative to site-packages, and the line, if an installed library calls it."""
+
+    def to_record(self) -> dict[str, Any]:
+        code = linecache.getline(self.file, self.number).strip()
+        record: dict[str, Any] = {"file": self.file, "line": self.number, "code": code}
+        if self.library is not None:
+            record["library"] = dict(zip(("file", "line"), self.library, strict=True))
+        return record
 
 
 @dataclass(slots=True)
@@ -27,8 +55,8 @@ class CallSite:
     """Calls of one function from one line."""
 
     call: str
-    file: str
-    line: int
+    line: ScriptLine | None
+    """None for one that is not counted."""
     count: int = 0
     seconds: float = 0.0
     bytes: int = 0
@@ -62,7 +90,7 @@ class CallSite:
     def to_record(self) -> dict[str, Any]:
         return {
             "call": self.call,
-            **describe_line(self.file, self.line),
+            **(self.line.to_record() if self.line else {}),
             "count": self.count,
             "steps": self.steps,
             "seconds": round(self.seconds, 6),
@@ -74,16 +102,16 @@ def is_within(frame: FrameType, folder: str) -> bool:
     return frame.f_code.co_filename.startswith(folder)
 
 
-def script_line(frame: FrameType) -> tuple[str, int]:
+def script_line(frame: FrameType) -> ScriptLine:
     """The innermost line that is not in an installed library; without one, that of the frame."""
+    library: tuple[str, int] | None = None
     found: FrameType | None = frame
     while found is not None:
         file = found.f_code.co_filename
-        if not file.startswith((*LIBRARIES, PACELINE, "<")):
-            return file, found.f_lineno
+        if not file.startswith(NOT_OF_SCRIPT):
+            return ScriptLine(file, found.f_lineno, library)
+        if library is None and not file.startswith((TORCH, PACELINE)):
+            folder = next((one for one in PACKAGES if file.startswith(one)), None)
+            library = (file[len(folder) :], found.f_lineno) if folder else None
         found = found.f_back
-    return frame.f_code.co_filename, frame.f_lineno
-
-
-def describe_line(file: str, line: int) -> dict[str, Any]:
-    return {"file": file, "line": line, "code": linecache.getline(file, line).strip()}
+    return ScriptLine(frame.f_code.co_filename, frame.f_lineno)

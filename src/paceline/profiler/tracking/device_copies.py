@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.profiler.tracking.call_sites import describe_line, script_line
+from paceline.profiler.tracking.call_sites import ScriptLine, script_line
 from paceline.profiler.tracking.event_queue import Guard
 from paceline.profiler.tracking.gpu_times import GpuInterval
 from paceline.profiler.tracking.hooks import Hooks
@@ -41,7 +41,7 @@ class CopySite:
     """Copies by one line."""
 
     call: str
-    line: tuple[str, int]
+    line: ScriptLine
     count: int = 0
     seconds: float = 0.0
     """Of the program."""
@@ -75,7 +75,7 @@ class CopySite:
         per_byte = self.timed_seconds / self.timed_bytes if self.timed_bytes else 0.0
         return {
             "call": self.call,
-            **describe_line(*self.line),
+            **self.line.to_record(),
             "count": self.count,
             "steps": self.steps,
             "bytes": self.bytes,
@@ -93,7 +93,7 @@ class DeviceCopies:
         self._tracker = tracker
         self._sites: dict[tuple[CodeType, int], CopySite] = {}
         """By instruction, since looking up the number of a line takes longer."""
-        self._lines: dict[tuple[str, tuple[str, int]], CopySite] = {}
+        self._lines: dict[tuple[str, ScriptLine], CopySite] = {}
         self._first_step: int | None = None
         """The first one of which all copies are counted; None: none are."""
         self._pending: deque[tuple[CopySite, int, GpuInterval]] = deque(maxlen=MAX_PENDING)

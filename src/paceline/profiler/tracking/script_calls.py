@@ -26,7 +26,7 @@ from paceline.profiler.tracking.call_sites import (
     PACELINE,
     TORCH,
     CallSite,
-    describe_line,
+    ScriptLine,
     is_within,
     script_line,
 )
@@ -63,7 +63,7 @@ RECORD_SHARE = 0.1
 class LoaderUse:
     """Training batches of a DataLoader."""
 
-    line: tuple[str, int] | None
+    line: ScriptLine
     workers: int
     batch_size: int | None
     batches: int = 0
@@ -71,7 +71,7 @@ class LoaderUse:
 
     def to_record(self) -> dict[str, Any]:
         return {
-            **(describe_line(*self.line) if self.line else {}),
+            **self.line.to_record(),
             "workers": self.workers,
             "batch_size": self.batch_size,
             "batches": self.batches,
@@ -83,7 +83,7 @@ class LoaderUse:
 class ModelUse:
     """Forward passes of a DDP model."""
 
-    line: tuple[str, int] | None
+    line: ScriptLine
     searches: int = 0
     """Searches for unused parameters."""
     search_seconds: float = 0.0
@@ -148,7 +148,7 @@ class ScriptCalls:
         tracker, note, getframe = self._tracker, guard(self._note_read_back), sys._getframe
         paused = tracker.paused
         sites: dict[tuple[int, int], CallSite] = {}
-        unknown = CallSite(name, "", 0)
+        unknown = CallSite(name, None)
 
         def make(original: Any) -> Any:
             def call(tensor: Any) -> Any:
@@ -197,7 +197,7 @@ class ScriptCalls:
             site.skips = site.left = STRIDE - 1
 
     def _ignored_site(self, name: str) -> CallSite:
-        site = CallSite(name, "", 0, skips=NEVER_TIMED, left=NEVER_TIMED)
+        site = CallSite(name, None, skips=NEVER_TIMED, left=NEVER_TIMED)
         self._ignored_sites.append(site)
         return site
 
@@ -240,8 +240,7 @@ class ScriptCalls:
         if is_within(frame, TORCH) or is_within(frame, PACELINE):
             self._ignored.add(frame.f_code)
             return None
-        file, line = script_line(frame)
-        return CallSite(name, file, line)
+        return CallSite(name, script_line(frame))
 
     def _hook_loaders(self, hooks: Hooks, guard: Guard) -> None:
         created, began = guard(self._created), guard(self._began)
@@ -346,7 +345,7 @@ class ScriptCalls:
         for model, use in self._models.items():
             unused = model._get_ddp_logging_data().get("unused_parameter_size", 0)
             yield {
-                **(describe_line(*use.line) if use.line else {}),
+                **use.line.to_record(),
                 **describe(model),
                 "unused_bytes": unused,
                 # The size is of sampled searches; this compares all of them.

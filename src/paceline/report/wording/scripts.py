@@ -25,6 +25,16 @@ SUBJECTS: dict[type, str] = {
     found.CheckpointStalls: "Checkpoints",
     found.GrowingMemory: "Growing memory",
 }
+SEARCH_OPTIONS = {
+    "accelerate": (
+        "DistributedDataParallelKwargs(find_unused_parameters=False), or"
+        " TrainingArguments(ddp_find_unused_parameters=False) for a Trainer of Transformers"
+    ),
+    "transformers": "TrainingArguments(ddp_find_unused_parameters=False)",
+    "lightning": "DDPStrategy(find_unused_parameters=False)",
+    "pytorch_lightning": "DDPStrategy(find_unused_parameters=False)",
+}
+"""How scripts tell libraries that construct DDP not to search for unused parameters."""
 CODE_MAX = 48
 """Characters of a line of the script."""
 
@@ -130,7 +140,9 @@ def _inefficient_exchange(one: found.SmallBuckets | found.NeedlessSearch) -> str
     share = formatting.share(one.share)
     match one:
         case found.SmallBuckets():
-            what = "DDP exchanges" if one.is_ddp else "the script all-reduces"
+            made_in = one.line.made_in if one.line else None
+            caller = made_in.library if made_in else "the script"
+            what = "DDP exchanges" if one.is_ddp else f"{caller} all-reduces"
             return (
                 f"{what} gradients in {one.per_step:.0f} parts of"
                 f" {formatting.size(one.mean_bytes)} per step; exposed communication is {share} of"
@@ -166,6 +178,11 @@ def account(one: ScriptFinding) -> str:
 
 def remedy(one: ScriptFinding) -> str:
     """What to change; empty where nothing follows from the finding."""
+    line = getattr(one, "line", None)
+    if line is not None and line.made_in is not None:
+        change = _for_library(one, line.made_in.library)
+        if change:
+            return f"{change}{_in(line)}."
     match one:
         case SlowRank():
             return _for_slow_rank(one)
@@ -200,6 +217,34 @@ def remedy(one: ScriptFinding) -> str:
             )
         case found.StepBound():
             return _for_bottleneck(one)
+
+
+def _for_library(one: ScriptFinding, library: str) -> str:
+    """What to change if a library makes the call; empty if that is the same as in a script."""
+    maker = f"by {library}, not by the script"
+    match one:
+        case found.BlockingCall():
+            return (
+                f"The call is made {maker}: look for an option of {library} to make it less often,"
+                " such as its logging interval"
+            )
+        case found.BlockingCopy():
+            change = "Set pin_memory=True of the DataLoader. " if one.is_pageable else ""
+            return f"{change}The copy is made {maker}: look for its option for non_blocking=True"
+        case found.SmallBuckets(is_ddp=True):
+            return (
+                f"DDP is constructed {maker}: look for its option for bucket_cap_mb, which is 25 by"
+                " default"
+            )
+        case found.SmallBuckets():
+            return f"The all-reduces are made {maker}: look for its option for larger buckets"
+        case found.NeedlessSearch():
+            option = SEARCH_OPTIONS.get(library, "its option for find_unused_parameters=False")
+            return f"DDP is constructed {maker}: use {option}"
+        case found.CheckpointStalls():
+            return f"Save less often: checkpoints are written {maker}"
+        case _:
+            return ""
 
 
 def _for_slow_rank(one: SlowRank) -> str:
