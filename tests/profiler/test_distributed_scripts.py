@@ -145,7 +145,7 @@ def test_the_result_says_in_which_steps_collectives_were_recorded(
         expected = {"steps": 5 * 16 + 12 + 16, "of": STEPS} if is_sampled else None
         assert worker.get("collectives_recorded") == expected
         assert worker.get("steps_recorded") == expected
-    text = "108 of 150 steps were recorded in full, because that costs more than 0.3%"
+    text = "108 of 150 steps were recorded in full, because that slows down such short steps"
     assert sampled_text(result["workers"]).startswith(text if is_sampled else "")
     assert bool(sampled_text(result["workers"])) == is_sampled
 

@@ -444,7 +444,7 @@ def test_what_the_script_does_once_in_a_window_is_not_expected_in_a_pause(
 
 @pytest.mark.parametrize(
     ("share", "before", "expected"),
-    [(0.002, 1, 1), (0.004, 1, 2), (0.09, 1, 32), (0.5, 1, 64), (0.09, 4, 8), (0.001, 8, 4)],
+    [(0.002, 1, 1), (0.004, 1, 4), (0.045, 1, 32), (0.5, 1, 64), (0.09, 4, 8), (0.001, 8, 4)],
 )
 def test_the_cost_of_recording_decides_how_many_windows_are_recorded(
     training: Training,

@@ -37,8 +37,9 @@ WINDOW_STEPS = 16
 FIRST_STEPS, FIRST_SECONDS = 64, 1.0
 """All steps before this are recorded."""
 
-TARGET = 0.003
-"""What recording may cost, as a share of the time."""
+NEGLIGIBLE, TARGET = 0.003, 0.0015
+"""What recording may cost, as a share of the time: if it is more than the first, at most the
+second. The steps of a pause cost something, too."""
 MAX_FACTOR = 64
 MAX_DELAY = 64
 """Windows that are recorded after pauses that ended at once, before the next one is tried."""
@@ -210,8 +211,8 @@ class RecordingWindows:
             return self._forced
         recording = now.recording_seconds - window.recording_seconds
         share = recording / (now.moment - window.moment)
-        factor = 1
-        while share > factor * TARGET and factor < MAX_FACTOR:
+        factor = 1 if share <= NEGLIGIBLE else 2
+        while factor > 1 and share > factor * TARGET and factor < MAX_FACTOR:
             factor *= 2
         # One window is a small sample: later on, the factor changes by one power of two at most.
         return (

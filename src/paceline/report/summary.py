@@ -245,9 +245,9 @@ def sampled_text(workers: Sequence[Mapping[str, Any]]) -> str:
         return ""
     fewest = min(counts, key=lambda one: one["steps"] / max(1, one["of"]))
     return (
-        f"{fewest['steps']:,} of {fewest['of']:,} steps were recorded in full, because that costs"
-        " more than 0.3% of such short steps; of the others, the step, its input and its backward"
-        " passes were timed, and the rest is estimated from the recorded steps before them"
+        f"{fewest['steps']:,} of {fewest['of']:,} steps were recorded in full, because that"
+        " slows down such short steps; of the others, the step, its input and its backward passes"
+        " were timed, and the rest is estimated from the recorded steps before them"
     )
 
 
