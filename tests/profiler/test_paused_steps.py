@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -104,7 +105,7 @@ def test_input_is_measured_in_each_step(script: Script) -> None:
     before = script.session.tracker.clock.seconds["input"]
     # Another dataset would end the pause.
     data = SlowData()
-    script.session.tracker.paused.dataset = weakref.ref(data)
+    script.session.tracker.paused.dataset_id = id(data)
     script.train(DataLoader(data, batch_size=4))
     assert script.is_paused
     script.session.tracker.events.flush()
@@ -364,9 +365,55 @@ def test_steps_that_a_scaler_skips_in_a_pause_are_counted(script: Script) -> Non
         scaler.step(script.optimizer)
         scaler.update()
         script.optimizer.zero_grad()
+        assert script.is_paused
     totals = script.close()
     assert script.session.tracker.steps == steps + 10
     assert min(totals["phases"].values()) >= 0
+    assert not warnings_of(script)
+
+
+def warnings_of(script: Script) -> list[Mapping[str, Any]]:
+    (record,) = read_ranks(RunFolder(script.folder))
+    return [event for event in record.events if event["event"] == "warning"]
+
+
+def test_steps_that_another_thread_ends_do_not_stop_the_profiler(script: Script) -> None:
+    script.train_until_paused()
+    thread = Thread(target=script.session.end_step)
+    thread.start()
+    thread.join()
+    script.train(islice(script.batches, 3))
+    script.close()
+    assert not warnings_of(script)
+
+
+def test_a_step_whose_closure_ends_the_pause_is_counted(script: Script) -> None:
+    steps = script.train_until_paused()
+    batch = next(iter(script.batches))
+
+    def closure() -> torch.Tensor:
+        script.optimizer.zero_grad()
+        loss = loss_of(script.net, *batch)
+        loss.backward()
+        evaluate_without_loader(script.net)
+        return loss
+
+    script.optimizer.step(closure)
+    assert not script.is_paused
+    script.train(loader(2))
+    totals = script.close()
+    assert script.session.tracker.steps == steps + 3
+    assert totals["phases"]["evaluate"] >= 0.03
+
+
+def test_the_next_epoch_of_a_list_does_not_end_a_pause(script: Script) -> None:
+    samples = [(torch.ones(2), torch.zeros(2))] * 120
+    paused = []
+    for _ in range(10):
+        for batch in DataLoader(samples, batch_size=4):  # type: ignore[arg-type]  # it may be one
+            paused.append(script.is_paused)
+            train_step(script.net, script.optimizer, *batch)
+    assert sum(paused) > len(paused) / 2
 
 
 def test_a_collective_inside_a_dataset_does_not_lose_the_batch(script: Script) -> None:
@@ -386,7 +433,7 @@ def test_a_collective_inside_a_dataset_does_not_lose_the_batch(script: Script) -
     tracker = script.session.tracker
     samples, before = tracker.samples, dict(tracker.clock.known_seconds)
     data = Gathering()
-    tracker.paused.dataset = weakref.ref(data)
+    tracker.paused.dataset_id = id(data)
     script.train(DataLoader(data, batch_size=4))
     totals = script.close()
     assert totals["phases"]["input"] - before["input"] >= 0.04

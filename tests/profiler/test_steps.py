@@ -549,6 +549,75 @@ def test_activation_checkpointing_of_the_whole_model_is_forward(tmp_path: Path) 
     assert measured.record.last["samples"] == 12
 
 
+@pytest.mark.parametrize("is_teacher", [False, True])
+def test_checkpointed_parts_of_a_batch_are_forward(tmp_path: Path, is_teacher: bool) -> None:
+    net, head = model(), nn.Linear(2, 2)
+    teacher = copy.deepcopy(net).eval()
+    optimizer = SGD([*net.parameters(), *head.parameters()], lr=0.1)
+    with profiled(tmp_path) as measured:
+        for inputs, targets in loader(3):
+            for part, wanted in zip(inputs.split(2), targets.split(2), strict=True):
+                if is_teacher:
+                    with torch.no_grad():
+                        teacher(part)
+                outputs = head(checkpoint(net, part.requires_grad_(), use_reentrant=True))
+                nn.functional.mse_loss(outputs, wanted).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    step = ["input", *["forward", "backward"] * 2, "update"]
+    assert measured.phases == [*step * 3, "input"]
+    assert measured.record.last["samples"] == 12
+
+
+def test_a_teacher_and_a_checkpointed_model_are_forward(tmp_path: Path) -> None:
+    net = model()
+    teacher = copy.deepcopy(net).eval()
+    optimizer = sgd(net)
+    with profiled(tmp_path) as measured:
+        for inputs, _ in loader(3):
+            with torch.no_grad():
+                targets = teacher(inputs)
+            outputs = checkpoint(net, inputs.requires_grad_(), use_reentrant=True)
+            nn.functional.mse_loss(outputs, targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert measured.phases == [*STEP * 3, "input"]
+    assert measured.record.last["samples"] == 12
+
+
+def test_training_without_autograd_is_forward(tmp_path: Path) -> None:
+    net = model()
+    optimizer = sgd(net)
+    with profiled(tmp_path) as measured:
+        for inputs, _ in loader(3):
+            with torch.no_grad():
+                net(inputs)
+            for weight in net.parameters():
+                weight.grad = torch.ones_like(weight)
+            optimizer.step()
+    assert measured.phases == [*["input", "forward", "update"] * 3, "input"]
+
+
+class ListedWeights(nn.Module):
+    def parameters(self, recurse: bool = True) -> Any:
+        return [*super().parameters(recurse)]
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value
+
+
+class NamedSettings(ListedWeights):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parameters = {"rate": 0.1}  # type: ignore[assignment]  # scripts do that
+
+
+@pytest.mark.parametrize("make", [ListedWeights, NamedSettings])
+def test_modules_may_replace_what_the_profiler_reads(tmp_path: Path, make: type[nn.Module]) -> None:
+    with profiled(tmp_path), torch.no_grad():
+        assert make()(torch.ones(1)) == 1
+
+
 def test_files_that_are_saved_between_two_steps_are_one_checkpoint(tmp_path: Path) -> None:
     net = model()
     optimizer = sgd(net)

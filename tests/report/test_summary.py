@@ -109,7 +109,8 @@ def test_iteration_times_are_the_mean_over_all_workers(
 
 
 @pytest.mark.parametrize(
-    ("samples", "expected"), [(400, "throughput 2,000 samples/s"), (None, "throughput -")]
+    ("samples", "expected"),
+    [(400, "throughput 2,000 samples/s"), (None, "throughput not measured")],
 )
 def test_throughput_is_that_of_all_workers(
     samples: int | None, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

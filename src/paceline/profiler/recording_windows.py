@@ -211,9 +211,10 @@ class RecordingWindows:
             return self._forced
         recording = now.recording_seconds - window.recording_seconds
         share = recording / (now.moment - window.moment)
-        factor = 1 if share <= NEGLIGIBLE else 2
-        while factor > 1 and share > factor * TARGET and factor < MAX_FACTOR:
-            factor *= 2
+        factor = 1
+        if share > NEGLIGIBLE:
+            while share > factor * TARGET and factor < MAX_FACTOR:
+                factor *= 2
         # One window is a small sample: later on, the factor changes by one power of two at most.
         return (
             factor if self._factor == 1 else min(max(factor, self._factor // 2), self._factor * 2)

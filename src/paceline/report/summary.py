@@ -274,7 +274,7 @@ def _iteration_times(result: Result, run: Run) -> str:
 
 def _throughput(result: Result, step_seconds: float) -> str:
     if not result["samples"]:
-        return "-, because samples were not counted"
+        return "not measured: samples were not counted"
     rate = result["samples"] / result["iterations"] / step_seconds
     return f"{formatting.count(rate)} samples/s"
 

@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from paceline.profiler.tracking.event_queue import Guard
 from paceline.profiler.tracking.notes import (
     count_samples,
+    has_weights,
     loss_of,
     measured_backward,
     measured_call,
@@ -96,6 +97,7 @@ class Hooks:
 
     def install(self, tracker: StepTracker, guard: Guard) -> None:
         never_compile(loss_of)
+        never_compile(has_weights)
         unscaled: list[Loss | None] = []
         self._hook_models(tracker)
         self._hook_graphs(guard(tracker.replay_graph))

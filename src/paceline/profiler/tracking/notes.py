@@ -33,10 +33,12 @@ def model_notes(tracker: StepTracker) -> Callable[[nn.Module], None]:
 
     def note_call(model: nn.Module) -> None:
         thread = get_ident()
+        if thread not in (paused.thread, events.noted_thread):
+            return
         # A module without it fails by itself.
         is_training, trains = getattr(model, "training", True), torch.is_grad_enabled()
         if is_training and not trains:
-            if not _has_weights(model):
+            if not has_weights(model):
                 # A loss or a metric of an evaluation.
                 return
             # Such as one that plays the games that it learns from.
@@ -59,11 +61,10 @@ def model_notes(tracker: StepTracker) -> Callable[[nn.Module], None]:
     return note_call
 
 
-def _has_weights(model: nn.Module) -> bool:
+def has_weights(model: nn.Module) -> bool:
     try:
-        return next(model.parameters(), None) is not None
-    except AttributeError:
-        # It is not initialized, and fails by itself.
+        return next(iter(model.parameters()), None) is not None
+    except Exception:  # noqa: BLE001 - the script may have replaced the method
         return True
 
 
@@ -106,7 +107,7 @@ def measured_backward(original: Any, tracker: StepTracker, unscaled: list[Loss |
     def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         thread = get_ident()
         if thread != events.noted_thread:
-            if thread != paused.thread or paused.is_in_backward:
+            if thread != paused.thread or paused.is_in_input or paused.is_in_backward:
                 return original(outputs, *args, **kwargs)
             paused.is_in_backward, paused.backward_began = True, perf_counter()
             try:
@@ -146,7 +147,7 @@ def measured_input(original: Any, tracker: StepTracker, count: Callable[[object]
     def measured(self: Any) -> Any:
         thread = get_ident()
         if thread == paused.thread:
-            if paused.is_in_input:
+            if paused.is_in_input or paused.is_in_backward:
                 return original(self)
             if torch.is_grad_enabled() and paused.is_usual(self, events.updates):
                 paused.is_in_input, paused.input_began = True, perf_counter()
@@ -189,10 +190,11 @@ def measured_iterator(original: Any, measured: Any, tracker: StepTracker) -> Any
     events, paused, end = tracker.events, tracker.paused, tracker.end_input
 
     def iterate(self: Any) -> Any:
+        tracker.has_loader = True
         if get_ident() == paused.thread:
-            if paused.is_in_input:
+            if paused.is_in_input or paused.is_in_backward:
                 return original(self)
-            if paused.is_dataset(self.dataset) and torch.is_grad_enabled():
+            if id(self.dataset) == paused.dataset_id and torch.is_grad_enabled():
                 paused.is_in_input, paused.input_began = True, perf_counter()
                 try:
                     return original(self)
@@ -223,6 +225,8 @@ def update_notes(tracker: StepTracker) -> tuple[Callable[..., None], Callable[..
         if not paused.thread:
             events.append((perf_counter(), begin, ref(optimizer), get_ident()))
             events.is_in_model = False
+        elif get_ident() == paused.thread:
+            paused.is_in_update = True
 
     def end_update(optimizer: Optimizer, *_: object) -> None:
         now = perf_counter()
@@ -230,6 +234,7 @@ def update_notes(tracker: StepTracker) -> tuple[Callable[..., None], Callable[..
             events.append((now, end, ref(optimizer)))
         elif paused.thread == get_ident():
             events.append((now, end_paused, paused.input_seconds, paused.backward_seconds))
+            paused.is_in_update = False
         else:
             return
         events.is_in_model = False

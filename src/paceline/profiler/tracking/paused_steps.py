@@ -27,7 +27,7 @@ LONG = 4.0
 
 
 class Measured(NamedTuple):
-    """Of a step that is not recorded."""
+    """Of a step that is not recorded, or of all of them since the pause began."""
 
     input_seconds: float
     backward_seconds: float
@@ -52,7 +52,7 @@ class PausedSteps:
         "backward_began",
         "backward_seconds",
         "batches",
-        "dataset",
+        "dataset_id",
         "ends",
         "has_batch",
         "input_began",
@@ -60,6 +60,7 @@ class PausedSteps:
         "interrupt",
         "is_in_backward",
         "is_in_input",
+        "is_in_update",
         "is_training",
         "iterator",
         "last_end",
@@ -80,8 +81,8 @@ class PausedSteps:
         """A weak reference to the one that ends steps."""
         self.is_training = True
         """Whether the model that is trained is in training mode."""
-        self.dataset: Callable[[], Any] = lambda: None
-        """A weak reference to the one that it is trained on: the script may free it."""
+        self.dataset_id = 0
+        """That of the one that it is trained on, which the script may free."""
         self.iterator: Callable[[], Any] = lambda: None
         """A weak reference to the iterator of the last batch."""
         self.last_samples = 0
@@ -90,7 +91,7 @@ class PausedSteps:
         """How many steps of optimizers there were before it."""
         self.has_batch = False
         """Whether a batch arrived and no model was called since."""
-        self.is_in_input = self.is_in_backward = False
+        self.is_in_input = self.is_in_backward = self.is_in_update = False
         self.input_began = self.backward_began = 0.0
         self.input_seconds = self.backward_seconds = 0.0
         """Since the pause began."""
@@ -108,8 +109,9 @@ class PausedSteps:
         is_training: bool,
     ) -> None:
         self.optimizer, self.iterator, self.is_training = optimizer, iterator, is_training
-        self.dataset, self.updates_before_batch = _reference(iterator()), -1
-        self.has_batch = self.is_in_input = self.is_in_backward = False
+        self.dataset_id = id(getattr(iterator(), "_dataset", None))
+        self.updates_before_batch = -1
+        self.has_batch = self.is_in_input = self.is_in_backward = self.is_in_update = False
         self.input_seconds = self.backward_seconds = 0.0
         self.ends = []
         self.last_end = self.last_taken = Measured(0.0, 0.0)
@@ -124,14 +126,15 @@ class PausedSteps:
         same step."""
         if ref(iterator) is self.iterator:
             return True
-        return self.is_dataset(iterator._dataset) and self.updates_before_batch != updates
+        return id(iterator._dataset) == self.dataset_id and self.updates_before_batch != updates
 
-    def is_dataset(self, dataset: Any) -> bool:
-        """Whether it is the one that the model is trained on."""
-        return dataset is not None and dataset is self.dataset()
+    @property
+    def measured(self) -> Measured:
+        """Totals up to now."""
+        return Measured(self.input_seconds, self.backward_seconds)
 
     def take(self) -> Noted:
-        now, before = Measured(self.input_seconds, self.backward_seconds), self.last_taken
+        now, before = self.measured, self.last_taken
         ends = [self.last_end, *self.ends]
         noted = Noted(
             now.input_seconds - before.input_seconds,
@@ -155,14 +158,6 @@ class PausedSteps:
         self.has_batch = True
         self.batches += 1
         self.samples += samples
-
-
-def _reference(iterator: Any) -> Callable[[], Any]:
-    """A weak reference to the dataset of an iterator; to nothing if there can be none."""
-    try:
-        return ref(iterator._dataset)
-    except (AttributeError, TypeError):
-        return lambda: None
 
 
 class StepPhases(NamedTuple):

@@ -83,7 +83,7 @@ class StepTracker:
         self.paused_steps = 0
         """How many steps were not recorded."""
         self.last_steps = deque[StepPhases](maxlen=LAST_STEPS)
-        """Totals at the ends of the last steps, not on a GPU."""
+        """Totals at the ends of the last recorded steps, not on a GPU."""
         self.has_loader = False
         """Whether the script takes batches from a DataLoader."""
         self.on_batches: Callable[[Any, int, float], object] = nothing
@@ -124,7 +124,7 @@ class StepTracker:
         """Ids of the references to other optimizers that stepped since then."""
         self._is_manual = False
         """Whether the program says where steps end."""
-        self._stepping: list[ref[Optimizer]] = []
+        self._stepping: list[Callable[[], Optimizer | None]] = []
         """Optimizers whose step is in progress: one may call another, or a closure."""
         self._outer: list[Any] = []
         """For each input and backward pass in progress, what its end must know."""
@@ -224,7 +224,6 @@ class StepTracker:
 
     def begin_input(self, iterator: Callable[[], object], has_gradients: bool) -> None:
         """A batch is requested; `iterator` is a weak reference."""
-        self.has_loader = True
         self._maybe_forward = False
         is_input = self._is_input(iterator, has_gradients)
         self._outer.append((is_input, self.events.time()))
@@ -267,7 +266,7 @@ class StepTracker:
             self._interrupt("evaluate")
 
     def call_model(self, reference: ref[nn.Module], trains: bool, is_training: bool) -> None:
-        """`trains`: gradients are computed, or the model is in training mode (`is_training`)."""
+        """`trains`: with gradients, or in training mode (`is_training`) without a DataLoader."""
         clock = self._clock
         phase = clock.phase
         if phase not in NO_MODEL or self._is_capturing():
@@ -277,7 +276,7 @@ class StepTracker:
             self.module_calls += self._modules.get(id(model)) or self._count_modules(model)
         has_batch, self._has_batch = self._has_batch, False
         if trains:
-            if phase == "evaluate" and self._has_teacher(model):
+            if phase == "evaluate" and (self._maybe_forward or self._has_teacher(model)):
                 self._relabel("forward")
             self._evaluation_iterator, self._maybe_forward = nothing, False
             self._maybe_evaluation = not is_training and not self._stepping
@@ -292,6 +291,8 @@ class StepTracker:
                 self._maybe_teacher = reference
             self._maybe_forward = is_training
             self._enter_evaluation()
+        elif is_training:
+            self._maybe_forward = True
 
     def _has_teacher(self, model: nn.Module | None) -> bool:
         """Whether a model was called without gradients for the training batch, like a teacher."""
@@ -318,11 +319,8 @@ class StepTracker:
         if phase == "other":
             # A compiled function or a functional model is not called as a module.
             self._relabel("forward")
-        elif phase == "evaluate" and self._maybe_forward:
-            # Activation checkpointing computes without gradients first.
-            self._relabel("forward")
-            self._evaluation_iterator = self._maybe_teacher = nothing
-        self._maybe_forward = False
+        # Activation checkpointing computes without gradients first.
+        self._relabel_forward()
         self._enter("backward")
         self._computes = True
         if not accumulates:
@@ -333,6 +331,13 @@ class StepTracker:
         if loss is not None:
             self.loss = loss
         return "update" if self._stepping else "other"
+
+    def _relabel_forward(self) -> None:
+        """A pass or an update shows what a model was called for, in training mode."""
+        if self._maybe_forward and self._clock.phase == "evaluate":
+            self._relabel("forward")
+            self._evaluation_iterator = self._maybe_teacher = nothing
+        self._maybe_forward = False
 
     def end_backward(self) -> None:
         phase = self._outer.pop() if self._outer else None
@@ -376,6 +381,8 @@ class StepTracker:
         if self._is_capturing():
             self._stepping.clear()
             return
+        # Gradients may be computed without autograd.
+        self._relabel_forward()
         phase = self._clock.phase
         # Optimizers may step for each parameter as soon as its gradient is known.
         self._phase_after_update = "backward" if phase == "backward" else "other"
@@ -403,8 +410,7 @@ class StepTracker:
 
     def end_paused_step(self, input_seconds: float, backward_seconds: float) -> None:
         """`PausedSteps` had these totals."""
-        self.paused.ends.append(Measured(input_seconds, backward_seconds))
-        self.end_step()
+        self.end_step(measured=Measured(input_seconds, backward_seconds))
 
     def end_update(self, optimizer: ref[Optimizer]) -> None:
         if not self._stepping or self._stepping[0] is not optimizer:
@@ -431,12 +437,7 @@ class StepTracker:
     def skip_update(self, optimizer: Optimizer) -> None:
         """A GradScaler skipped the step of an optimizer, because gradients were not finite."""
         self.events.flush()
-        paused = self.paused
-        if not self.is_in_thread() or not self._ends_step(ref(optimizer)):
-            return
-        if paused.thread:
-            self.end_paused_step(paused.input_seconds, paused.backward_seconds)
-        else:
+        if self.is_in_thread() and self._ends_step(ref(optimizer)):
             self.end_step()
 
     def _ends_step(self, optimizer: ref[Optimizer]) -> bool:
@@ -455,8 +456,11 @@ class StepTracker:
             self._optimizers[key] = self._last_optimizer = optimizer
         return True
 
-    def end_step(self, phase: str = "other") -> None:
-        """End the step; the next one begins now unless evaluation or a checkpoint comes first."""
+    def end_step(self, phase: str = "other", measured: Measured | None = None) -> None:
+        """End the step; the next one begins now unless evaluation or a checkpoint comes first.
+
+        `measured`: the totals of a pause at the end of the step, if it was noted before.
+        """
         if self._clock.phase in OUTSIDE or not self._has_begun:
             self._enter("other")
         if self._is_on_gpu and self.steps % CHECK_STEPS == CHECK_STEPS - 1:
@@ -470,7 +474,9 @@ class StepTracker:
         self._others.clear()
         self.parts_of_first += not self.steps
         self.steps += 1
-        if not self._is_on_gpu:
+        if self.paused.thread:
+            self.paused.ends.append(measured or self.paused.measured)
+        elif not self._is_on_gpu:
             self.last_steps.append(self.phases_so_far())
             if self.steps == 1:
                 self.events.defer()
@@ -533,12 +539,16 @@ class StepTracker:
         events.noted_thread = events.thread
         self._iterator, self._has_batch = paused.iterator, paused.has_batch
         # The end of what is in progress is noted.
+        if paused.is_in_update:
+            self._clock.enter("update")
+            self._phase_after_update = "other"
+            self._stepping.append(self._last_optimizer)
         if paused.is_in_input:
             self._clock.enter("input")
             self._outer.append((True, self.events.time()))
         if paused.is_in_backward:
             self._clock.enter("backward")
-            self._outer.append("other")
+            self._outer.append("update" if paused.is_in_update else "other")
         if self._has_batch:
             # No model was trained on it yet.
             self._samples_ahead = paused.last_samples
