@@ -71,7 +71,7 @@ HOOKS: dict[str, tuple[type, str]] = {
 
 class Case(NamedTuple):
     pairs: int
-    """About a minute."""
+    """About a minute, of resnet18 four."""
     steps: int
     """Between two switches. Odd: the profiler interprets events after multiples of powers of two,
     which must not be the steps that are left out."""
@@ -87,8 +87,8 @@ class Case(NamedTuple):
 CASES = {
     "softmax": Case(1000, 33, 1400, 96, (1, 28, 28)),
     "lenet": Case(500, 17, 400, 16, (1, 28, 28)),
-    "resnet18": Case(40, 5, 4, 8, (3, 32, 32)),
-    "gpt-nano": Case(400, 9, 200, 4, (64,), 256, has_tokens=True),
+    "resnet18": Case(120, 5, 4, 8, (3, 32, 32)),
+    "gpt-nano": Case(400, 9, 200, 8, (64,), 256, has_tokens=True),
 }
 
 KINDS = ("interpreted", "written", "collectives")
