@@ -25,7 +25,8 @@ def write_script(
 ) -> Path:
     """A script whose workers compute `batch` samples each, and exchange gradients for 50 ms."""
     exchange = {"exchange": 0.05} if workers > 1 else {}
-    settings = {"command": ["torchrun", SCRIPT], **worker.pop("settings", {})}
+    command = ["torchrun", SCRIPT, "--batch-size", str(batch)]
+    settings = {"command": command, **worker.pop("settings", {})}
     run = FakeRun(name, settings, [phases(batch, **exchange)] * workers, kind=kind)  # type: ignore[arg-type]
     path = write_run(root, run)
     result = json.loads((path / "result.json").read_text())
@@ -95,7 +96,8 @@ def test_the_recommendation_says_what_to_change_in_the_script(
     assert main([*arguments, "ddp", "-o", "bucket_mib=2"]) == 0
     printed = capsys.readouterr().out
     assert (
-        "torchrun --nproc-per-node 2 train.py  # 32 samples per worker, bucket_cap_mb=2" in printed
+        f"torchrun --nproc-per-node 2 {SCRIPT} --batch-size 32  # 32 samples per worker,"
+        " bucket_cap_mb=2" in printed
     )
     assert "buckets of DistributedDataParallel stand" in printed
     assert main([*arguments, "ring"]) == 0

@@ -6,7 +6,7 @@ import json
 import shlex
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import PurePath
 from typing import Any, Literal, get_args
 
@@ -137,11 +137,21 @@ class RunSettings:
     @property
     def script(self) -> str | None:
         """The file name or module of the program in the command, else the whole command."""
+        words = self.script_words
+        if not words:
+            return None
+        if words[0] == "-m":
+            return words[1]
+        return PurePath(words[0]).name if words[0].endswith(".py") else shlex.join(words)
+
+    @property
+    def script_words(self) -> list[str]:
+        """The program in the command and its arguments, without what starts it if that is known."""
         command = [str(part) for part in self.values.get("command", ())]
-        scripts = (PurePath(part).name for part in command if part.endswith(".py"))
+        scripts = (index for index, part in enumerate(command) if part.endswith(".py"))
         # Launchers are modules, too: the last one is the program.
-        modules = (name for option, name in reversed([*pairwise(command)]) if option == "-m")
-        return next(chain(scripts, modules), shlex.join(command) or None)
+        modules = (index for index in reversed(range(len(command) - 1)) if command[index] == "-m")
+        return command[next(chain(scripts, modules), 0) :]
 
     @property
     def program(self) -> str | None:

@@ -184,7 +184,7 @@ def _score(calibration: Calibration, prediction: Prediction, price: float | None
 def command(calibration: Calibration, target: Target) -> str:
     """The command that trains as recommended."""
     if calibration.script is not None:
-        return _script_command(calibration.script, target)
+        return _script_command(calibration, target)
     words = ["paceline", "train", "--model", calibration.model, *to_argv(calibration.settings)]
     words += ["--strategy", target.strategy if target.workers > 1 else "single"]
     for key, value in target.options.items():
@@ -202,12 +202,18 @@ def command(calibration: Calibration, target: Target) -> str:
     return shlex.join(words)
 
 
-def _script_command(script: str, target: Target) -> str:
-    """What starts the script, and as a comment what to change in it."""
-    words = ["torchrun", "--nproc-per-node", str(target.workers // target.host_count), script]
+def _script_command(calibration: Calibration, target: Target) -> str:
+    """What starts the script, and as a comment what to change in it.
+
+    Its arguments are those of the run with the most similar batch.
+    """
+    wanted, known = target.samples_of_worker, calibration.script_words
+    nearest = min(known, key=lambda samples: abs(int(samples) - wanted), default=None)
+    program = [calibration.script or ""] if nearest is None else known[nearest]
+    words = ["torchrun", "--nproc-per-node", str(target.workers // target.host_count), *program]
     if target.host_count > 1:
         words[1:1] = ["--nnodes", str(target.host_count)]
-    changes = [f"{target.samples_of_worker} samples per worker"]
+    changes = [f"{wanted} samples per worker"]
     if target.workers > 1 and target.strategy == "ddp" and "bucket_mib" in target.options:
         changes.append(f"bucket_cap_mb={target.options['bucket_mib']}")
     elif target.workers > 1 and target.strategy != "ddp":

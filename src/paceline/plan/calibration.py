@@ -197,6 +197,8 @@ class Calibration:
     """Whether `gradients` are tensors; otherwise they are buckets of a profiled script."""
     script: str | None = None
     """That was measured, instead of `paceline train`."""
+    script_words: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """The program and its arguments, by the samples of a worker in a step."""
     other_processes_share: float | None = None
     """Of the CPU, that processes besides the worst run used; None if it was not sampled."""
     cluster: str | None = None

@@ -168,6 +168,9 @@ def _calibration(
         has_ready_times=has_ready_times,
         has_tensor_sizes=has_tensor_sizes,
         script=jobs[0].model if jobs[0].is_script else None,
+        script_words={
+            str(job.samples): tuple(job.run.settings.script_words) for job in jobs if job.is_script
+        },
         other_processes_share=_other_processes_share(runs),
         settings=_settings(runs[0]),
         hardware=first.get("hardware", {}),
