@@ -36,7 +36,9 @@ class BlockedThread:
         self.program = program
         self.section: list[tuple[CollectiveLog, int]] | None = None
         """The collectives of a C++ function that waits for them, while it runs."""
-        self._section_began = self._entered = 0.0
+        self.entered = 0.0
+        """When it was blocked last. Entering the phase takes time: events are interpreted first."""
+        self._section_began = 0.0
         self._before_section: str | None = None
         self._guard = guard
         self.enter = guard(self._enter)
@@ -54,8 +56,7 @@ class BlockedThread:
         before = clock.phase
         if before == "exchange":
             return None
-        if before not in OUTSIDE:
-            self._entered = clock.enter("exchange")
+        self.entered = perf_counter() if before in OUTSIDE else clock.enter("exchange")
         return before
 
     def _leave(self, before: str | None) -> float:
@@ -63,15 +64,15 @@ class BlockedThread:
         if before is None or before in OUTSIDE:
             return perf_counter()
         now = self.program.clock.enter(before)
-        self.program.note_exposed(before, now - self._entered)
+        self.program.note_exposed(before, now - self.entered)
         return now
 
     def add_to_section(self, log: CollectiveLog, position: int) -> None:
         """The program is blocked from the first collective of a section to the end of it."""
         if self.section is not None and self.program.is_in_thread():
             if not self.section:
-                self._section_began = perf_counter()
                 self._before_section = self._enter()
+                self._section_began = self.entered
             self.section.append((log, position))
 
     def make_section(self, original: Any) -> Any:

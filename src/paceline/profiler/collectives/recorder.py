@@ -362,6 +362,8 @@ class CollectiveRecorder:
             if not self.log.ended(position):
                 self.log.end(position, ended or perf_counter())
             if before is not None:
+                # As long as phase exchange, of which the wait is a part.
+                began = max(began, self.blocked.entered)
                 self.log.block(position, began, ended or perf_counter())
 
     def _make_blocking(self, original: Any) -> Any:
