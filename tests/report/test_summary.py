@@ -108,12 +108,9 @@ def test_iteration_times_are_the_mean_over_all_workers(
     )
 
 
-@pytest.mark.parametrize(
-    ("samples", "expected"),
-    [(400, "throughput 2,000 samples/s"), (None, "throughput not measured")],
-)
+@pytest.mark.parametrize(("samples", "expected"), [(400, True), (None, False)])
 def test_throughput_is_that_of_all_workers(
-    samples: int | None, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    samples: int | None, expected: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     phases = [{"forward": 0.1}] * 2
     folder = RunFolder(write_run(tmp_path, FakeRun("run", {}, phases, iterations=4)))
@@ -123,7 +120,8 @@ def test_throughput_is_that_of_all_workers(
         worker["iteration_seconds"] = {"median": 0.04, "mean": 0.05, "p95": 0.06, "first": 1.0}
     # 100 samples in 50 ms.
     print_summary(folder, {**result, "samples": samples, "iterations": 4})
-    assert expected in " ".join(capsys.readouterr().out.split())
+    printed = " ".join(capsys.readouterr().out.split())
+    assert ("throughput 2,000 samples/s" in printed) == ("samples/s" in printed) == expected
 
 
 def test_the_step_time_of_an_asynchronous_run_is_the_reports(

@@ -175,6 +175,14 @@ class Run:
             return timing.mean
         return float(total) / self.iterations / per_second
 
+    @property
+    def samples_per_second(self) -> float | None:
+        """Of all workers together; None if samples were not counted."""
+        samples, seconds = (self.result or {}).get("samples"), self.iteration_seconds
+        if not samples or not seconds or not self.iterations:
+            return None
+        return float(samples) / self.iterations / seconds
+
     @cached_property
     def _recorded_timing(self) -> StepTimes | None:
         """From the result alone; None if it lacks the number of iterations of each worker."""

@@ -157,8 +157,8 @@ def summary_rows(result: Result, run: Run) -> list[tuple[str, str]]:
         spent = formatting.seconds(result["seconds_to_target"])
         rows.append(("target", f"{target} after {spent}, excluding evaluation"))
     rows.append(("iterations", f"{result['iterations']:,}; {_iteration_times(result, run)}"))
-    if run.iteration_seconds and result["iterations"]:
-        rows.append(("throughput", _throughput(result, run.iteration_seconds)))
+    if run.samples_per_second is not None:
+        rows.append(("throughput", f"{formatting.count(run.samples_per_second)} samples/s"))
     if (whole := result.get("command_seconds")) is not None:
         wall = formatting.seconds(result["wall_seconds"])
         rows.append(
@@ -270,13 +270,6 @@ def _iteration_times(result: Result, run: Run) -> str:
         f"step time {mean('median')} (median), {mean('mean')} (mean), {mean('p95')} (p95),"
         f" the first {mean('first')}{whose}"
     )
-
-
-def _throughput(result: Result, step_seconds: float) -> str:
-    if not result["samples"]:
-        return "not measured: samples were not counted"
-    rate = result["samples"] / result["iterations"] / step_seconds
-    return f"{formatting.count(rate)} samples/s"
 
 
 def _resources(nodes: Sequence[Mapping[str, Any]], hardware: Mapping[str, Any]) -> str:

@@ -63,6 +63,8 @@ def overview(context: SectionContext) -> Iterator[Block]:
             formatting.seconds,
             has_interval=True,
         ),
+        # The table of several has no room for it.
+        *([_throughput_column()] if context.is_one_run else []),
         *([_final_column("test accuracy", "test_accuracy")] if context.has_accuracy else []),
         _final_column("test loss", "test_loss"),
         *(_final_column(name.replace("_", " "), name) for name in context.metrics),
@@ -114,6 +116,14 @@ def overview(context: SectionContext) -> Iterator[Block]:
 
 def _status(group: RunGroup) -> str:
     return group.status if group.runs else group.trouble.partition(":")[0] or "not run"
+
+
+def _throughput_column() -> Column[RunGroup]:
+    return Column(
+        "samples/s",
+        lambda group: group.values(lambda run: run.samples_per_second, group.shown),
+        formatting.count,
+    )
 
 
 def _final_column(heading: str, key: str) -> Column[RunGroup]:
