@@ -10,11 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.profiler.collection import RankRecord, read_ranks
 from paceline.profiler.session import Session
 from paceline.records import RunFolder
+
+STEP = ["input", "forward", "backward", "update"]
+"""The phases of a step of `train_step`, with a batch of `loader`."""
 
 
 class Profiled:
@@ -58,6 +62,10 @@ def loader(batches: int = 3, **settings: Any) -> DataLoader[tuple[Tensor, ...]]:
 
 def model() -> nn.Module:
     return nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+
+
+def sgd(net: nn.Module) -> SGD:
+    return SGD(net.parameters(), lr=0.1)
 
 
 def loss_of(net: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ SEARCH_OPTIONS = {
     "lightning": "DDPStrategy(find_unused_parameters=False)",
     "pytorch_lightning": "DDPStrategy(find_unused_parameters=False)",
 }
-"""How scripts tell libraries that construct DDP not to search for unused parameters."""
+"""Options of libraries that construct DDP, by which it does not search for unused parameters."""
 CODE_MAX = 48
 """Characters of a line of the script."""
 
