@@ -94,7 +94,7 @@ class RankRecord:
     @property
     def training_seconds(self) -> float:
         """The wall time without start-up, in which there is nothing to measure."""
-        return self.wall_seconds - self._startup_seconds().get("preparation", 0.0)
+        return max(1e-9, self.wall_seconds - self._startup_seconds().get("preparation", 0.0))
 
     @property
     def has_ended(self) -> bool:

@@ -63,7 +63,6 @@ def overview(context: SectionContext) -> Iterator[Block]:
             formatting.seconds,
             has_interval=True,
         ),
-        # The table of several has no room for it.
         *([_throughput_column()] if context.is_one_run else []),
         *([_final_column("test accuracy", "test_accuracy")] if context.has_accuracy else []),
         _final_column("test loss", "test_loss"),
@@ -119,6 +118,7 @@ def _status(group: RunGroup) -> str:
 
 
 def _throughput_column() -> Column[RunGroup]:
+    """Of one run: the table of several has no room for it."""
     return Column(
         "samples/s",
         lambda group: group.values(lambda run: run.samples_per_second, group.shown),
