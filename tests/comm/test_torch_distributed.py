@@ -19,7 +19,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch d
 
 from paceline.comm import torch_distributed
 from paceline.comm.communicator import Communicator
-from paceline.comm.process_groups import high_priority_threads
+from paceline.comm.process_groups import high_priority
 from paceline.comm.torch_distributed import TorchCommunicator
 from paceline.errors import PeerError
 from paceline.measure import traffic
@@ -222,11 +222,30 @@ def sum_on_gpu(communicator: Communicator) -> list[float]:
 @pytest.mark.root
 def test_communication_threads_have_a_higher_priority() -> None:
     usual, seen = os.getpriority(os.PRIO_PROCESS, 0), []
-    with high_priority_threads():
+    with high_priority():
         thread = Thread(target=lambda: seen.append(os.getpriority(os.PRIO_PROCESS, 0)))
         thread.start()
         thread.join()
     assert seen[0] < usual == os.getpriority(os.PRIO_PROCESS, 0)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(("address", "is_raised"), [("10.0.0.1", True), ("127.0.0.1", False)])
+def test_messages_start_with_the_priority_of_gloo_threads(
+    monkeypatch: pytest.MonkeyPatch, address: str, is_raised: bool
+) -> None:
+    usual, seen = os.getpriority(os.PRIO_PROCESS, 0), []
+
+    def start(tensors: list[torch.Tensor], peer: int, tag: int) -> None:
+        seen.append(os.getpriority(os.PRIO_PROCESS, 0))
+
+    group = SimpleNamespace(send=start, recv=start)
+    monkeypatch.setattr(torch_distributed, "create_gloo", lambda *_: group)
+    communicator = TorchCommunicator(HashStore(), 0, 2, address=address)
+    communicator.send(torch.ones(1), 1, "gradients")
+    communicator.recv(torch.ones(1), 1, "gradients")
+    assert [priority < usual for priority in seen] == [is_raised, is_raised]
+    assert os.getpriority(os.PRIO_PROCESS, 0) == usual
 
 
 def test_priority_is_unchanged_without_permission(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,5 +254,5 @@ def test_priority_is_unchanged_without_permission(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(os, "setpriority", refuse)
     usual = os.getpriority(os.PRIO_PROCESS, 0)
-    with high_priority_threads():
+    with high_priority():
         assert os.getpriority(os.PRIO_PROCESS, 0) == usual

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -53,15 +53,25 @@ def create_gloo(
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=timeout_seconds)
     options._threads = 2
-    # Loopback has no link to keep busy, so a higher priority would only interrupt computation.
-    with nullcontext() if is_loopback(address) else high_priority_threads():
+    with communication_priority(address):
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
         return dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, world_size, options)
 
 
+def communication_priority(address: str) -> AbstractContextManager[None]:
+    """Priority of threads that use the connections of `address`.
+
+    Gloo's threads are started with it, and other threads need it while they start a message: gloo
+    polls a connection as long as another thread has its lock, and if nodes share cores, a poll of
+    higher priority keeps that thread from releasing it.
+    """
+    # Loopback has no link to keep busy, so a higher priority would only interrupt computation.
+    return nullcontext() if is_loopback(address) else high_priority()
+
+
 @contextmanager
-def high_priority_threads() -> Iterator[None]:
-    """Raise the priority of threads started in this context, including threads started by C++ code.
+def high_priority() -> Iterator[None]:
+    """Raise the priority of this thread and of threads it starts, including those of C++ code.
 
     Communication threads do little work, but the link is idle until they run. This has no effect
     without permission to raise priorities, which root has.

@@ -33,6 +33,7 @@ from paceline.comm.process_groups import (
     SUMMABLE_DTYPES,
     PeerErrorTranslator,
     abort_gloo,
+    communication_priority,
     create_gloo,
     create_nccl,
     start_nccl_messages,
@@ -247,7 +248,8 @@ class TorchCommunicator(Communicator):
         transfer = self._begin(kind, flat.device, bytes_sent=tensor.nbytes, messages=1)
         with _StartingOperation(self, context, transfer):
             if flat.device == CPU:
-                handle = self._group(CPU).send([flat], to, 0)
+                with communication_priority(self._address):
+                    handle = self._group(CPU).send([flat], to, 0)
             else:
                 handle = start_nccl_messages(self._group(flat.device), send=(flat, to))
         return self._message(handle, context, transfer, flat)
@@ -262,7 +264,8 @@ class TorchCommunicator(Communicator):
         transfer = self._begin(kind, flat.device, bytes_received=tensor.nbytes)
         with _StartingOperation(self, context, transfer):
             if flat.device == CPU:
-                handle = self._group(CPU).recv([flat], source, 0)
+                with communication_priority(self._address):
+                    handle = self._group(CPU).recv([flat], source, 0)
             else:
                 handle = start_nccl_messages(self._group(flat.device), recv=(flat, source))
         return self._message(handle, context, transfer, flat).on_success(staged.copy_back)
