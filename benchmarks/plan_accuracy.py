@@ -1,8 +1,8 @@
 """How well plans made on two nodes predict runs on 3, 4 and 8 nodes; `measure` needs root.
 
     python benchmarks/plan_accuracy.py [predict [FILE]] [--only PATTERN] [--session N] [--cases]
-    python benchmarks/plan_accuracy.py measure FILE [--cpus X] [--only PATTERN] [--repeats N]
-                                           [--limit SECONDS]
+    python benchmarks/plan_accuracy.py measure FILE [--cpus X | --replay] [--only PATTERN]
+                                           [--repeats N] [--limit SECONDS]
 
 `predict` predicts the held-out runs that FILE has (default: those recorded for the tests), and
 prints the error relative to the measured step time, the rank correlation of the strategies for each
@@ -16,7 +16,9 @@ that `measure` command count: those of the calibrations have session 1.
 1 Gbit/s with a round trip of 1 ms, which emulation/forwarder.c adds if the kernel has no netem
 (docs/emulation.md). Each node has --cpus cores, by default one, pinned. With less than one, nodes
 share cores, and the machine must be quiet: runs during which other processes used more than --busy
-of the CPU are repeated, and the quietest of three is kept. Clusters run side by side as long as
+of the CPU are repeated, and the quietest of three is kept. With --replay, nodes share all cores, and
+wait as long as the model computes on one core, instead of computing (common/replayed_model.py):
+one cluster runs at a time. Otherwise, clusters run side by side as long as
 the machine has cores for them, the calibrations first. A process for each cluster starts its runs
 from a warm fork server, and appends them to FILE at once. Those that FILE has are not measured
 again, unless held-out runs are to be repeated: with --limit, all of them can be measured in several
@@ -27,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -72,11 +75,17 @@ def batches(out: Measurements, only: str, repeats: int) -> Iterator[Batch]:
 
 def measure(out: Measurements, options: argparse.Namespace) -> None:
     end = monotonic() + options.limit
+    cpus, times = options.cpus, None
+    if options.replay:
+        cpus, times = None, options.file.with_suffix(".times").absolute()
+        # Workers import the model that replays.
+        os.environ["PYTHONPATH"] = str(Path(__file__).parent)
+    session = out.sessions + 1
     start = partial(
-        Measurer, out, cpus=options.cpus, most_busy=options.busy, session=out.sessions + 1
+        Measurer, out, cpus=cpus, most_busy=options.busy, session=session, times=times
     )
     wanted = batches(out, options.only, options.repeats)
-    measure_side_by_side(wanted, options.cpus, end, start)
+    measure_side_by_side(wanted, cpus or float(os.cpu_count() or 1), end, start)
     out.read()
     if missing := sum(len(batch.names) for batch in batches(out, options.only, options.repeats)):
         print(f"{missing} are missing: start the command again")
@@ -277,6 +286,7 @@ def main() -> None:
     parser.add_argument("file", nargs="?", type=Path, metavar="FILE", default=RECORDED)
     parser.add_argument("--only", default="*", metavar="PATTERN", help="such as '1gbit/lenet/*'")
     parser.add_argument("--cpus", type=float, default=2.0, metavar="X", help="(default: 2)")
+    parser.add_argument("--replay", action="store_true", help="nodes wait instead of computing")
     parser.add_argument("--repeats", type=int, default=1, metavar="N", help="(default: 1)")
     parser.add_argument("--session", type=int, metavar="N", help="held-out runs of this one only")
     parser.add_argument("--limit", type=float, default=math.inf, metavar="SECONDS")

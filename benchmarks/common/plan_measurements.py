@@ -23,6 +23,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from common.replayed_model import record_times
 from paceline.analysis.collection import collect
 from paceline.analysis.contention import other_processes_share
 from paceline.analysis.run import open_run
@@ -55,6 +56,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "resnet18": {"model_options": {"width": "0.125"}},
 }
 """With 0.5 to 1 MB of gradients, so that steps take from 10 ms to 1 s on all links."""
+SAMPLE_SHAPES = {"plain_digits": (1, 28, 28), "digits": (3, 32, 32)}
+CLASSES = 10
 STRATEGIES = (
     "gather_scatter", "allreduce", "ring", "overlap", "ddp", "sharded", "parameter_server",
     "local_sgd",
@@ -64,6 +67,7 @@ BATCH_SIZE = 192
 """Global, so that all workers have equal shares."""
 LOCAL_BATCHES = (24, 48, 64, 96)
 """Of the runs of one worker: the shares of 8, 4, 3 and 2 workers."""
+REPLAYED = "common.replayed_model:replayed"
 MOST_PERIODS = 6
 """Of the steps of a run."""
 ATTEMPTS = 3
@@ -186,12 +190,23 @@ class Measurer:
     """Makes the measurement of a name, and adds it to the file."""
 
     def __init__(
-        self, out: Measurements, runs: ShortRuns, cpus: float, most_busy: float, session: int = 1
+        self,
+        out: Measurements,
+        runs: ShortRuns,
+        cpus: float | None,
+        most_busy: float,
+        session: int = 1,
+        times: Path | None = None,
     ) -> None:
         """Runs during which other processes used more than `most_busy` of the CPU are repeated,
-        unless nodes have cores of their own."""
+        unless nodes have cores of their own.
+
+        Without `cpus`, nodes share all cores, and their models replay the compute times that are in
+        the folder `times`, or are put there (common/replayed_model.py).
+        """
         self._out, self._runs, self._cpus, self._session = out, runs, cpus, session
-        self._attempts = 1 if cpus >= 1 else ATTEMPTS
+        self._times = times
+        self._attempts = 1 if cpus is None or cpus >= 1 else ATTEMPTS
         self._most_busy = most_busy
         self._numbers = count()
         """Names of runs."""
@@ -228,7 +243,7 @@ class Measurer:
             run.rename(runs / run.name)
         found = calibrate([str(runs)])
         if link == ONE_HOST:
-            job = {"model": model, **MODELS[model], "strategy": "single"}
+            job = {**self._model(model), "strategy": "single"}
             settings = run_settings(job, {}, min(LOCAL_BATCHES), steps)
             points = measure_side_by_side(
                 self._runs, folder / "side-by-side", settings, max(WORKERS)
@@ -269,7 +284,7 @@ class Measurer:
         batch: int,
         steps: int,
     ) -> Path:
-        job = {"model": model, **MODELS[model], **own}
+        job = {**self._model(model), **own}
         settings = run_settings(job, self._machines(link, workers), batch, steps)
         attempts: list[tuple[float, Path]] = []
         while len(attempts) < self._attempts:
@@ -279,8 +294,21 @@ class Measurer:
                 break
         return min(attempts)[1]
 
+    def _model(self, model: str) -> dict[str, Any]:
+        job = {"model": model, **MODELS[model]}
+        if self._times is None:
+            return job
+        file = self._times / f"{model}.json"
+        if not file.exists():
+            self._times.mkdir(exist_ok=True)
+            options = {key: float(value) for key, value in job["model_options"].items()}
+            shape = SAMPLE_SHAPES[job.get("data", "digits")]
+            record_times(file, model, options, shape, CLASSES, LOCAL_BATCHES)
+        return {**job, "model": REPLAYED, "model_options": {"times": str(file)}}
+
     def _machines(self, link: str, workers: int) -> dict[str, Any]:
         if link == ONE_HOST:
             return {"nproc_per_node": workers}
         shaped = f",{LINKS[link]}" if workers > 1 else ""
-        return {"cluster": f"nodes={workers},cpus={self._cpus:g}{shaped}"}
+        cpus = "" if self._cpus is None else f",cpus={self._cpus:g}"
+        return {"cluster": f"nodes={workers}{cpus}{shaped}"}
