@@ -14,15 +14,18 @@ that `measure` command count: those of the calibrations have session 1.
 
 `measure` runs emulated clusters (common/plan_measurements.py). Links have 100 Mbit/s, 1 Gbit/s, and
 1 Gbit/s with a round trip of 1 ms, which emulation/forwarder.c adds if the kernel has no netem
-(docs/emulation.md). Each node has --cpus cores, by default one, pinned. With less than one, nodes
+(docs/emulation.md). Each node has --cpus cores, by default two, pinned. With less than one, nodes
 share cores, and the machine must be quiet: runs during which other processes used more than --busy
-of the CPU are repeated, and the quietest of three is kept. With --replay, nodes share all cores, and
-wait as long as the model computes on one core, instead of computing (common/replayed_model.py):
-one cluster runs at a time. Otherwise, clusters run side by side as long as
-the machine has cores for them, the calibrations first. A process for each cluster starts its runs
-from a warm fork server, and appends them to FILE at once. Those that FILE has are not measured
-again, unless held-out runs are to be repeated: with --limit, all of them can be measured in several
-parts.
+of the CPU are repeated, and the quietest of three is kept. Clusters run side by side as long as
+the machine has cores for them, the calibrations first.
+
+With --replay, nodes share all cores, and wait as long as the model computes on one idle core,
+instead of computing (common/replayed_model.py). One cluster runs at a time. So two cores suffice,
+except for the communication of eight nodes. The compute times are in FILE with the suffix .times.
+
+A process for each cluster starts its runs from a warm fork server, and appends them to FILE at
+once. Those that FILE has are not measured again, unless held-out runs are to be repeated: with
+--limit, all of them can be measured in several parts.
 """
 
 from __future__ import annotations
@@ -81,9 +84,7 @@ def measure(out: Measurements, options: argparse.Namespace) -> None:
         # Workers import the model that replays.
         os.environ["PYTHONPATH"] = str(Path(__file__).parent)
     session = out.sessions + 1
-    start = partial(
-        Measurer, out, cpus=cpus, most_busy=options.busy, session=session, times=times
-    )
+    start = partial(Measurer, out, cpus=cpus, most_busy=options.busy, session=session, times=times)
     wanted = batches(out, options.only, options.repeats)
     measure_side_by_side(wanted, cpus or float(os.cpu_count() or 1), end, start)
     out.read()

@@ -124,7 +124,7 @@ class _Layer(autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         ctx.sleeper.sleep(ctx.backward_seconds)
         return gradient, None, None, None, *map(torch.zeros_like, ctx.saved_tensors)
 
@@ -146,7 +146,7 @@ class Replayed(nn.Module):
         forward, backward = self._random.choice(recorded)
         x = torch.zeros(len(inputs), self._classes)
         for times in zip(forward, backward, self._weights, strict=True):
-            x = _Layer.apply(x, self._sleeper, *times[:2], *times[2])
+            x = _Layer.apply(x, self._sleeper, *times[:2], *times[2])  # type: ignore[no-untyped-call]
         return x
 
 
