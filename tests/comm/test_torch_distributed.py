@@ -7,6 +7,7 @@ import signal
 import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
 
@@ -19,7 +20,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch d
 
 from paceline.comm import torch_distributed
 from paceline.comm.communicator import Communicator
-from paceline.comm.process_groups import high_priority
+from paceline.comm.process_groups import create_gloo, high_priority, without_preempting
 from paceline.comm.torch_distributed import TorchCommunicator
 from paceline.errors import PeerError
 from paceline.measure import traffic
@@ -217,6 +218,25 @@ def sum_on_gpu(communicator: Communicator) -> list[float]:
     tensor = torch.full((5,), communicator.rank + 1.0, device="cuda:0")
     communicator.all_reduce(tensor, "gradients").wait()
     return tensor.tolist()
+
+
+def test_the_polling_thread_of_gloo_preempts_no_other_thread() -> None:
+    policies = {}
+    known = {*os.listdir("/proc/self/task")}
+    group = create_gloo(HashStore(), 0, 1, "127.0.0.1", 5.0)
+    for thread in {*os.listdir("/proc/self/task")} - known:
+        name = Path(f"/proc/self/task/{thread}/comm").read_text().strip()
+        policies[name] = os.sched_getscheduler(int(thread))
+    assert policies.pop("gloo_tcp_loop") == os.SCHED_BATCH
+    assert {*policies.values(), os.sched_getscheduler(0)} == {os.SCHED_OTHER}
+    del group
+
+
+def test_a_thread_with_another_policy_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getscheduler", lambda _: os.SCHED_FIFO)
+    monkeypatch.setattr(os, "sched_setscheduler", lambda *_: pytest.fail("the policy was changed"))
+    with without_preempting():
+        pass
 
 
 @pytest.mark.root

@@ -54,7 +54,9 @@ def create_gloo(
     options._timeout = timedelta(seconds=timeout_seconds)
     options._threads = 2
     with communication_priority(address):
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+        with without_preempting():
+            # Starts the thread that polls the connections.
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
         return dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, world_size, options)
 
 
@@ -87,6 +89,25 @@ def high_priority() -> Iterator[None]:
     finally:
         if is_raised:
             os.setpriority(os.PRIO_PROCESS, 0, previous)
+
+
+@contextmanager
+def without_preempting() -> Iterator[None]:
+    """Let this thread and threads it starts wait for a core instead of preempting other threads.
+
+    A message wakes the polling thread of its receiver. If that preempts a thread that holds the lock
+    of a connection, other polling threads use up their time slices until the lock is released.
+    """
+    # Only Linux has this policy. Threads inherit it, and it needs no permission.
+    policy = getattr(os, "SCHED_BATCH", None)
+    if policy is None or os.sched_getscheduler(0) != os.SCHED_OTHER:
+        yield
+        return
+    os.sched_setscheduler(0, policy, os.sched_param(0))
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
 def abort_gloo(gloo: Any, peers: Iterable[int]) -> None:
