@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Thread
@@ -20,7 +20,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch d
 
 from paceline.comm import torch_distributed
 from paceline.comm.communicator import Communicator
-from paceline.comm.process_groups import create_gloo, high_priority, without_preempting
+from paceline.comm.process_groups import create_gloo, high_priority
 from paceline.comm.torch_distributed import TorchCommunicator
 from paceline.errors import PeerError
 from paceline.measure import traffic
@@ -220,23 +220,38 @@ def sum_on_gpu(communicator: Communicator) -> list[float]:
     return tensor.tolist()
 
 
-def test_the_polling_thread_of_gloo_preempts_no_other_thread() -> None:
-    policies = {}
-    known = {*os.listdir("/proc/self/task")}
-    group = create_gloo(HashStore(), 0, 1, "127.0.0.1", 5.0)
-    for thread in {*os.listdir("/proc/self/task")} - known:
-        name = Path(f"/proc/self/task/{thread}/comm").read_text().strip()
-        policies[name] = os.sched_getscheduler(int(thread))
-    assert policies.pop("gloo_tcp_loop") == os.SCHED_BATCH
-    assert {*policies.values(), os.sched_getscheduler(0)} == {os.SCHED_OTHER}
-    del group
+def policies_of_new_threads(start: Callable[[], object]) -> dict[str, int]:
+    """Scheduling policy by name of the threads that `start` leaves running."""
+    tasks = Path("/proc/self/task")
+    known = {*tasks.iterdir()}
+    kept = start()
+    policies = {
+        (task / "comm").read_text().strip(): os.sched_getscheduler(int(task.name))
+        for task in {*tasks.iterdir()} - known
+    }
+    del kept
+    return policies
 
 
-def test_a_thread_with_another_policy_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def policies_of_both_groups(communicator: Communicator) -> list[dict[str, int]]:
+    """Of the threads of a communicator and of torch's default group."""
+    assert isinstance(communicator, TorchCommunicator)
+    return [
+        policies_of_new_threads(start)
+        for start in (communicator.dup, communicator.default_process_group)
+    ]
+
+
+def test_polling_threads_of_gloo_preempt_no_other_thread(pool: WorkerPool) -> None:
+    for policies in pool.run(2, policies_of_both_groups, fresh=True)[0]:
+        assert policies.pop("gloo_tcp_loop") == os.SCHED_BATCH
+        assert {*policies.values()} == {os.SCHED_OTHER}
+
+
+def test_a_polling_thread_with_another_policy_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getscheduler", lambda _: os.SCHED_FIFO)
     monkeypatch.setattr(os, "sched_setscheduler", lambda *_: pytest.fail("the policy was changed"))
-    with without_preempting():
-        pass
+    assert create_gloo(HashStore(), 0, 1, "127.0.0.1", 5.0) is not None
 
 
 @pytest.mark.root

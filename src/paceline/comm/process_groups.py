@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -36,6 +37,10 @@ SUMMABLE_DTYPES = frozenset(
 PRIORITY_BOOST = 10
 """Difference between the nice values of the caller and of communication threads."""
 
+TASKS = Path("/proc/self/task")
+POLLING_THREAD = "gloo_tcp_loop"
+"""Name of the threads of gloo that poll connections."""
+
 ABORT_TAG = 1
 """Tag of receives that match no message; all messages have tag 0."""
 
@@ -53,11 +58,35 @@ def create_gloo(
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=timeout_seconds)
     options._threads = 2
-    with communication_priority(address):
-        with without_preempting():
-            # Starts the thread that polls the connections.
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    with starting_gloo(address):
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
         return dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, world_size, options)
+
+
+@contextmanager
+def starting_gloo(address: str) -> Iterator[None]:
+    """Set the priority and the scheduling policy of the threads that gloo starts in this block.
+
+    A message wakes the polling thread of its receiver. If that preempts a thread that holds the
+    lock of a connection, other polling threads use up their time slices until the lock is released.
+    So polling threads wait for a core instead of preempting other threads.
+    """
+    others = _threads()
+    with communication_priority(address):
+        yield
+    # Only Linux has this policy, which needs no permission.
+    if (policy := getattr(os, "SCHED_BATCH", None)) is None:
+        return
+    for thread in _threads() - others:
+        with suppress(OSError):  # it has ended
+            is_polling = (TASKS / str(thread) / "comm").read_text().strip() == POLLING_THREAD
+            if is_polling and os.sched_getscheduler(thread) == os.SCHED_OTHER:
+                os.sched_setscheduler(thread, policy, os.sched_param(0))
+
+
+def _threads() -> set[int]:
+    """Ids of the threads of this process; empty where /proc does not list them."""
+    return {int(task.name) for task in TASKS.iterdir()} if TASKS.is_dir() else set()
 
 
 def communication_priority(address: str) -> AbstractContextManager[None]:
@@ -89,25 +118,6 @@ def high_priority() -> Iterator[None]:
     finally:
         if is_raised:
             os.setpriority(os.PRIO_PROCESS, 0, previous)
-
-
-@contextmanager
-def without_preempting() -> Iterator[None]:
-    """Let this thread and threads it starts wait for a core instead of preempting other threads.
-
-    A message wakes the polling thread of its receiver. If that preempts a thread that holds the lock
-    of a connection, other polling threads use up their time slices until the lock is released.
-    """
-    # Only Linux has this policy. Threads inherit it, and it needs no permission.
-    policy = getattr(os, "SCHED_BATCH", None)
-    if policy is None or os.sched_getscheduler(0) != os.SCHED_OTHER:
-        yield
-        return
-    os.sched_setscheduler(0, policy, os.sched_param(0))
-    try:
-        yield
-    finally:
-        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
 def abort_gloo(gloo: Any, peers: Iterable[int]) -> None:

@@ -37,6 +37,7 @@ from paceline.comm.process_groups import (
     create_gloo,
     create_nccl,
     start_nccl_messages,
+    starting_gloo,
     use_interface_of,
 )
 from paceline.comm.rendezvous import Rendezvous
@@ -389,7 +390,7 @@ class TorchCommunicator(Communicator):
         counted.
         """
         if not self._created_default_group:
-            with use_interface_of(self._address):
+            with use_interface_of(self._address), starting_gloo(self._address):
                 dist.init_process_group(
                     "gloo" if self._gpu is None else "cpu:gloo,cuda:nccl",
                     store=PrefixStore("default", self._store),
