@@ -220,20 +220,20 @@ def sum_on_gpu(communicator: Communicator) -> list[float]:
     return tensor.tolist()
 
 
-def policies_of_new_threads(start: Callable[[], object]) -> dict[str, int]:
-    """Scheduling policy by name of the threads that `start` leaves running."""
+def policies_of_new_threads(start: Callable[[], object]) -> list[tuple[str, int]]:
+    """Names and scheduling policies of the threads that `start` leaves running, in their order."""
     tasks = Path("/proc/self/task")
     known = {*tasks.iterdir()}
     kept = start()
-    policies = {
-        (task / "comm").read_text().strip(): os.sched_getscheduler(int(task.name))
-        for task in {*tasks.iterdir()} - known
-    }
+    new = sorted({*tasks.iterdir()} - known, key=lambda task: int(task.name))
+    policies = [
+        ((task / "comm").read_text().strip(), os.sched_getscheduler(int(task.name))) for task in new
+    ]
     del kept
     return policies
 
 
-def policies_of_both_groups(communicator: Communicator) -> list[dict[str, int]]:
+def policies_of_both_groups(communicator: Communicator) -> list[list[tuple[str, int]]]:
     """Of the threads of a communicator and of torch's default group."""
     assert isinstance(communicator, TorchCommunicator)
     return [
@@ -243,9 +243,9 @@ def policies_of_both_groups(communicator: Communicator) -> list[dict[str, int]]:
 
 
 def test_polling_threads_of_gloo_preempt_no_other_thread(pool: WorkerPool) -> None:
-    for policies in pool.run(2, policies_of_both_groups, fresh=True)[0]:
-        assert policies.pop("gloo_tcp_loop") == os.SCHED_BATCH
-        assert {*policies.values()} == {os.SCHED_OTHER}
+    for polling, *others in pool.run(2, policies_of_both_groups, fresh=True)[0]:
+        assert polling == ("gloo_tcp_loop", os.SCHED_BATCH)
+        assert {policy for _, policy in others} == {os.SCHED_OTHER}
 
 
 def test_a_polling_thread_with_another_policy_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,8 +38,6 @@ PRIORITY_BOOST = 10
 """Difference between the nice values of the caller and of communication threads."""
 
 TASKS = Path("/proc/self/task")
-POLLING_THREAD = "gloo_tcp_loop"
-"""Name of the threads of gloo that poll connections."""
 
 ABORT_TAG = 1
 """Tag of receives that match no message; all messages have tag 0."""
@@ -60,28 +58,30 @@ def create_gloo(
     options._threads = 2
     with starting_gloo(address):
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    with communication_priority(address):
         return dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, world_size, options)
 
 
 @contextmanager
 def starting_gloo(address: str) -> Iterator[None]:
-    """Set the priority and the scheduling policy of the threads that gloo starts in this block.
+    """Set the priority of threads that gloo starts in this block, and the policy of the first one.
 
-    A message wakes the polling thread of its receiver. If that preempts a thread that holds the
-    lock of a connection, other polling threads use up their time slices until the lock is released.
-    So polling threads wait for a core instead of preempting other threads.
+    The first one polls connections; only new versions of gloo give it a name. A message wakes the
+    polling thread of its receiver. If that preempts a thread that holds the lock of a connection,
+    other polling threads use up their time slices until the lock is released. So polling threads
+    wait for a core instead of preempting other threads.
     """
     others = _threads()
     with communication_priority(address):
         yield
     # Only Linux has this policy, which needs no permission.
-    if (policy := getattr(os, "SCHED_BATCH", None)) is None:
+    policy = getattr(os, "SCHED_BATCH", None)
+    polling = min(_threads() - others, default=None)
+    if policy is None or polling is None:
         return
-    for thread in _threads() - others:
-        with suppress(OSError):  # it has ended
-            is_polling = (TASKS / str(thread) / "comm").read_text().strip() == POLLING_THREAD
-            if is_polling and os.sched_getscheduler(thread) == os.SCHED_OTHER:
-                os.sched_setscheduler(thread, policy, os.sched_param(0))
+    with suppress(OSError):  # it has ended
+        if os.sched_getscheduler(polling) == os.SCHED_OTHER:
+            os.sched_setscheduler(polling, policy, os.sched_param(0))
 
 
 def _threads() -> set[int]:
