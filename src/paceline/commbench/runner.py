@@ -42,6 +42,9 @@ BATCH_SECONDS = 0.005
 """Short operations are timed in batches of about this duration, because the barrier before each
 batch costs as much as an operation."""
 MAX_BATCH = 200
+PAUSED_BATCH, PAUSED_BATCH_BYTES = 8, 2**14
+"""Operations after a pause, up to this size: those of a step follow each other on cores that are
+awake, as the rounds of large ones do. Larger operations would use up the burst of a link."""
 MIN_REPEATS, MAX_REPEATS = 3, 50
 MIN_BUFFER_BYTES = 2**26
 """Larger than caches, so that copying it measures main memory."""
@@ -196,7 +199,10 @@ def _plan_timing(
 ) -> CaseTiming:
     """Batch size and repeats for an operation that took `seconds`."""
     batch = 1
-    if operation.can_batch and not spec.pause_seconds:
+    if spec.pause_seconds:
+        if operation.can_batch and operation.tensor.nbytes <= PAUSED_BATCH_BYTES:
+            batch = PAUSED_BATCH
+    elif operation.can_batch:
         batch = min(max(1, round(BATCH_SECONDS / max(seconds, 1e-9))), MAX_BATCH)
     affordable = int(spec.seconds / max(seconds * batch + spec.pause_seconds, 1e-9))
     repeats = spec.repeats or min(max(MIN_REPEATS, affordable), MAX_REPEATS)
