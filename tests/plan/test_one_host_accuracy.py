@@ -27,9 +27,9 @@ def test_predicted_step_times_are_close_to_those_of_recorded_runs(accuracy: Any)
     cases = accuracy.predict(accuracy.Measurements(RECORDED), "host/*")
     assert len(cases) == 81
     found = accuracy.Summary.of(cases)
-    assert found.median <= 0.105
-    assert found.tail <= 0.25
+    assert found.median <= 0.1
+    assert found.tail <= 0.295
     assert abs(found.bias) <= 0.05
-    assert found.rank_correlation >= 0.9
+    assert found.rank_correlation >= 0.88
     assert 0.7 <= found.coverage <= 0.9
     assert found.median < accuracy.Summary.of(cases, is_baseline=True).median

@@ -73,6 +73,20 @@ def test_compute_times_leave_the_line_only_by_more_than_runs_differ() -> None:
     assert at_48(20, 20, 20, 80) == pytest.approx(20, rel=0.05)
 
 
+def test_how_much_runs_differ_is_that_of_runs_with_the_same_batch() -> None:
+    """If runs with several workers repeat the measured time, 5% more is no disturbance."""
+    points = tuple(map(point, (16, 32, 48, 64), (0.026, 0.042, 0.058 * 1.05, 0.074)))
+
+    def at_48(factor: float, runs: int) -> float:
+        phases = {name: factor * spent for name, spent in point(32, 0.042).phases.items()}
+        run = MeasuredRun("ring", {}, "gloo", 2, 2, LINK, 32, 0.1, phases)
+        known = replace(calibration(), compute=points, runs=(run,) * runs)
+        return ComputeTimes(known).at(48).seconds
+
+    assert at_48(1.001, runs=4) == pytest.approx(0.058 * 1.05, rel=0.002)
+    assert at_48(1.1, runs=4) == at_48(1.001, runs=3) == pytest.approx(0.058, rel=0.025)
+
+
 def test_more_samples_never_take_less_time() -> None:
     """A disturbed measurement of a small batch must not make larger ones look faster."""
     noisy = replace(calibration(), compute=(point(16, 0.05), point(32, 0.03), point(64, 0.074)))
@@ -142,6 +156,51 @@ def test_a_correction_does_not_make_the_link_slower() -> None:
     expected = 1.5 * link + factor * (ring_seconds(4, 4_404_000) - 1.5 * link)
     step = found.predict(Target("ring", 4, 64, link=LINK)).step_seconds.median
     assert step == pytest.approx(0.026 + expected, rel=1e-3)
+
+
+@pytest.mark.usefixtures("_exact")
+def test_longer_waits_than_stragglers_cause_are_communication() -> None:
+    """Workers without variation wait for each other only because of communication."""
+    exchange = ring_seconds(2, 4_404_000)
+    phases = {**point(32, 0.042).phases, "exchange": exchange, "wait": 5e-3}
+    waiting = MeasuredRun("sharded", {}, "gloo", 2, 2, FAST, 32, 0.1, phases)
+    others = [replace(waiting, strategy=name, phases={**phases, "wait": 0.0}) for name in "ab"]
+    known = calibration(link=FAST)
+    target = Target("sharded", 2, 64, link=FAST)
+    without, found = (
+        Predictor(replace(known, runs=(run, *others)), samples=3)
+        .predict(target)
+        .step_seconds.median
+        for run in (replace(waiting, phases={**phases, "wait": 0.0}), waiting)
+    )
+    assert found - without == pytest.approx(5e-3, rel=0.01)
+
+
+@pytest.mark.usefixtures("_exact")
+def test_faster_concurrent_collectives_have_less_software() -> None:
+    """All of a collective's time is software if the link is fast: a quarter of it is left."""
+    known = calibration(link=FAST)
+    target = Target("allreduce", 2, 64, link=FAST)
+    plain = Predictor(known, samples=3).predict(target).step_seconds.median - 0.042
+    phases = {**point(32, 0.042).phases, "exchange": plain / 4, "wait": 0.0}
+    run = MeasuredRun("allreduce", {}, "gloo", 2, 2, FAST, 32, 0.1, phases)
+    found = Predictor(replace(known, runs=(run,)), samples=3).predict(target).step_seconds.median
+    assert found - 0.042 == pytest.approx(plain / 4, rel=0.01)
+
+
+def test_intervals_are_as_wide_as_runs_of_the_calibration_differ() -> None:
+    def width(*factors: float) -> float:
+        runs = [
+            MeasuredRun("ring", {}, "gloo", 2, 2, LINK, 32, 0.1, {
+                name: factor * spent for name, spent in point(32, 0.042).phases.items()
+            })
+            for factor in factors
+        ]  # fmt: skip
+        known = replace(calibration(), runs=tuple(runs))
+        step = Predictor(known).predict(Target("single", 1, 32)).step_seconds
+        return (step.high - step.low) / step.median
+
+    assert width(0.85, 0.95, 1.05, 1.15) > 2 * width(0.99, 1.0, 1.0, 1.01)
 
 
 def test_strategies_without_runs_are_corrected_like_others_but_less_surely() -> None:

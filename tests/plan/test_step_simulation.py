@@ -45,12 +45,12 @@ def job(strategy: str, options: Mapping[str, str] | None = None, workers: int = 
         ("local_sgd", {}, 1.0 + 0.8 / 8),
         ("local_sgd", {"every": "2"}, 1.0 + 0.8 / 2),
         ("easgd", {}, 1.0 + 0.4 / 6),
-        # Three remote gradients through the server's link, half of which overlap the weights.
-        ("parameter_server", {}, 0.9 + 1.2 + (1.2 + 0.4) / 2 + 0.1 * (1 + 0.5 * 3)),
+        # Three remote gradients through the server's link; they wait for the first weights.
+        ("parameter_server", {}, 0.9 + 1.2 + 0.7 * 1.2 + 0.1 * (1 + 0.5 * 3)),
         (
             "parameter_server",
             {"servers": "4", "place": "spread"},
-            0.9 + 0.3 + (0.3 + 0.1) / 2 + 0.025 * 2.5,
+            0.9 + 0.3 + 0.7 * 0.3 + 0.025 * 2.5,
         ),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,10 @@ PHASE_DEVIATION = 0.1
 """Relative standard deviation of a phase between short runs of the same configuration on one
 machine: of the compute time of one worker (16 configurations, three runs each), and of exchanges
 that are limited by software (16 pairs of runs, docs/results.md#accuracy-of-plans)."""
+COMMON_PHASES = ("input", "forward")
+"""Phases that are the same for all strategies."""
+FEWEST_RUNS = 4
+"""Fewer runs do not show how much they differ."""
 
 
 class ComputeTimes:
@@ -27,6 +32,8 @@ class ComputeTimes:
         if not calibration.compute:
             raise MissingMeasurementError("compute time", "a run with one worker")
         self._known: dict[float, Compute] = {}
+        deviation = between_runs(calibration)
+        self._between_runs = PHASE_DEVIATION if deviation is None else deviation
         points = sorted(calibration.compute, key=lambda point: point.samples)
         self.samples = np.array([float(point.samples) for point in points])
         factors = []
@@ -57,7 +64,7 @@ class ComputeTimes:
         lines = np.array([_line(self.samples, phase, 1 / total) for phase in phases])
         errors = (total - lines.sum(axis=0)) / total
         self.deviation = math.sqrt(float(errors @ errors) / (len(errors) - 2))
-        kept = max(0.0, 1 - (PHASE_DEVIATION / max(self.deviation, 1e-9)) ** 2)
+        kept = max(0.0, 1 - (self._between_runs / max(self.deviation, 1e-9)) ** 2)
         shrunk: Floats = lines + kept * (phases - lines)
         return shrunk
 
@@ -82,6 +89,29 @@ class ComputeTimes:
         known, measured = float(seconds[nearest]), float(self.samples[nearest])
         # No step has less than no fixed cost, whatever two noisy batches suggest.
         return max(known + slope * (samples - measured), known * min(1.0, samples / measured))
+
+
+def between_runs(calibration: Calibration) -> float | None:
+    """Relative standard deviation of compute time between runs of the same configuration.
+
+    By how much runs with several workers differ from the measured point of the same batch, in the
+    phases that strategies do not change. None with too few of them.
+    """
+    points = {point.samples: _common_seconds(point.phases) for point in calibration.compute}
+    logs = [
+        math.log(seconds / points[run.samples])
+        for run in calibration.runs
+        if run.workers > 1
+        and points.get(run.samples)
+        and (seconds := _common_seconds(run.phases)) > 0
+    ]
+    if len(logs) < FEWEST_RUNS:
+        return None
+    return 1.48 * float(np.median(np.abs(logs)))
+
+
+def _common_seconds(phases: Mapping[str, float]) -> float:
+    return math.fsum(phases.get(phase, 0.0) for phase in COMMON_PHASES)
 
 
 def _line(samples: Floats, seconds: Floats, weights: Floats) -> Floats:

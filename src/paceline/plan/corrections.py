@@ -44,9 +44,11 @@ class Corrections:
         self,
         runs: Sequence[MeasuredRun],
         exchange_seconds: Callable[[MeasuredRun, float], float],
+        measured_exchange: Callable[[MeasuredRun], float],
     ) -> None:
         """`exchange_seconds` is the model's for a run, with a factor on its software."""
         self._runs, self._exchange_seconds = runs, exchange_seconds
+        self._measured_exchange = measured_exchange
         self._known: dict[int, Correction] = {}
         """By index of the run."""
 
@@ -88,7 +90,7 @@ class Corrections:
 
     def _fit(self, run: MeasuredRun) -> Correction:
         """By bisection, from the exchange phase, which compute times do not disturb."""
-        measured = measured_exchange(run)
+        measured = self._measured_exchange(run)
         low, high = LEAST_CORRECTION, 1 / LEAST_CORRECTION
         for _ in range(30):
             middle = math.sqrt(low * high)
@@ -100,15 +102,6 @@ class Corrections:
         software = max((more - found) / 0.1, 1e-9)
         deviation = math.hypot(run.deviation, PHASE_DEVIATION) * measured / software
         return Correction(factor, deviation)
-
-
-def measured_exchange(run: MeasuredRun) -> float:
-    """Exposed communication of a step; the whole step if the run did not record it."""
-    if "exchange" not in run.phases:
-        return run.step_seconds
-    # Workers of a parameter server wait for each other at the server.
-    wait = run.phases.get("wait", 0.0) if run.strategy == "parameter_server" else 0.0
-    return run.phases["exchange"] + wait
 
 
 def shrunk_correction(own: Sequence[Correction], everything: Sequence[Correction]) -> Correction:

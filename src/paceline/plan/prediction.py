@@ -24,7 +24,7 @@ from paceline.plan.codec_cost import CODEC_OPTIONS, CodecCost, codec_cost
 from paceline.plan.collective_cost import NO_TIME, CollectiveTime
 from paceline.plan.collective_times import CollectiveMeasurements, CollectiveTimes
 from paceline.plan.compute_times import ComputeTimes
-from paceline.plan.corrections import FEWEST_RUNS, LEAST_CORRECTION, Corrections, measured_exchange
+from paceline.plan.corrections import FEWEST_RUNS, LEAST_CORRECTION, Corrections
 from paceline.plan.host_levels import levels_of
 from paceline.plan.host_sharing import HostSharing
 from paceline.plan.job import Job, StepTime
@@ -51,8 +51,10 @@ COMPUTE_ERROR, COMMUNICATION_ERROR = 0.03, 0.05
 """Relative standard deviation between two runs that no single run shows: placement, clock speed,
 other programs; and of what the model leaves out."""
 RUN_DEVIATION = 0.045
-"""Relative standard deviation of the step time between runs on one machine: what 48 pairs of runs
-show without the shift between their sessions (docs/results.md#accuracy-of-plans)."""
+"""Relative standard deviation of the step time between runs on one machine, if too few runs show
+it: what 48 pairs of runs show without the shift between their sessions
+(docs/results.md#accuracy-of-plans)."""
+LEAST_RUN_DEVIATION = 0.02
 MOST_INDEPENDENCE = 4.0
 """Runs whose workers wait longer than that were disturbed."""
 MOST_WORKERS_FACTOR = 4
@@ -158,7 +160,9 @@ class Predictor:
         self._count, self._seed = samples, seed
         self._measurements = CollectiveMeasurements(calibration)
         self._host = HostSharing(calibration)
-        self._corrections = Corrections(calibration.runs, self._exchange_seconds)
+        self._corrections = Corrections(
+            calibration.runs, self._exchange_seconds, self._measured_exchange
+        )
 
     @cached_property
     def _samples(self) -> list[_Sample]:
@@ -194,7 +198,7 @@ class Predictor:
         exchange = np.array([step.exchange_seconds for step in steps])
         exposed = (exchange + seconds * (1 - 1 / factor)) / seconds
         # No run takes as long as the next.
-        one_run = seconds * np.exp([RUN_DEVIATION * each.run_error for each in self._samples])
+        one_run = seconds * np.exp([self._run_deviation * each.run_error for each in self._samples])
         return Prediction(
             target,
             Interval.of(one_run),
@@ -281,7 +285,11 @@ class Predictor:
         if target.place.is_across_hosts and has_concurrent_collectives(target.strategy, options):
             # What runs of such a strategy take longer is due to collectives in progress at once.
             # Within a host these also copy more slowly, which a factor on all software describes.
-            concurrent_slowdown, software_factor = software_factor, 1.0
+            # What they take less is the software of each of them.
+            concurrent_slowdown, software_factor = (
+                max(software_factor, 1.0),
+                min(software_factor, 1.0),
+            )
         communication = self._host.cores(target.workers_per_host)
         if sample.communication_error:
             communication *= math.exp(self._communication_error * sample.communication_error)
@@ -325,6 +333,13 @@ class Predictor:
         ratios = (self._compute_ratio(run) for run in self.calibration.runs if run.workers > 1)
         return [ratio for ratio in ratios if ratio is not None]
 
+    @cached_property
+    def _run_deviation(self) -> float:
+        """Relative standard deviation of the step time between runs."""
+        if len(self._compute_ratios) < FEWEST_RUNS:
+            return RUN_DEVIATION
+        return _spread(self._compute_ratios, LEAST_RUN_DEVIATION)
+
     def _compute_deviation(self, sample: _Sample) -> float:
         return math.exp(self._compute_error * sample.compute_error)
 
@@ -340,7 +355,7 @@ class Predictor:
         ratios = []
         for run in self.calibration.runs:
             if run.workers > 1 and run.strategy in STRATEGIES:
-                ratio = measured_exchange(run) / max(self._exchange_seconds(run, 1.0), 1e-9)
+                ratio = self._measured_exchange(run) / max(self._exchange_seconds(run, 1.0), 1e-9)
                 ratios += [ratio] if ratio > 0 else []
         return _spread(ratios, COMMUNICATION_ERROR)
 
@@ -374,8 +389,22 @@ class Predictor:
             return None
         return min(max(measured / model, LEAST_CORRECTION), 1 / LEAST_CORRECTION)
 
+    def _measured_exchange(self, run: MeasuredRun) -> float:
+        """Exposed communication of a step; the whole step if the run did not record it.
+
+        What workers wait for each other longer than stragglers explain is communication, too.
+        """
+        if "exchange" not in run.phases:
+            return run.step_seconds
+        wait = run.phases.get("wait", 0.0)
+        if run.strategy != "parameter_server":
+            compute = math.fsum(run.phases.get(phase, 0.0) for phase in COMPUTE_PHASES)
+            slowest = self._center.slowest(self._independence, run.workers, 1.0, 1)
+            wait = max(0.0, wait - compute * (slowest - 1))
+        return run.phases["exchange"] + wait
+
     def _exchange_seconds(self, run: MeasuredRun, software_factor: float) -> float:
-        """By the model, for a step like those of the run: what `measured_exchange` measures."""
+        """By the model, for a step like those of the run: what `_measured_exchange` measures."""
         compute = self._compute_ratio(run) or 1.0
         step = self._simulate(self._center, Target.of(run), compute, software_factor)
         return step.exchange_seconds if "exchange" in run.phases else step.seconds
