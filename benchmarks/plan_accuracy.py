@@ -1,7 +1,7 @@
 """How well plans made on two nodes predict runs on 3, 4 and 8 nodes; `measure` needs root.
 
     python benchmarks/plan_accuracy.py [predict [FILE]] [--only PATTERN] [--session N] [--cases]
-    python benchmarks/plan_accuracy.py measure FILE [--cpus X | --replay] [--only PATTERN]
+    python benchmarks/plan_accuracy.py measure FILE [--cpus X] [--replay] [--only PATTERN]
                                            [--repeats N] [--limit SECONDS]
 
 `predict` predicts the held-out runs that FILE has (default: those recorded for the tests), and
@@ -19,9 +19,10 @@ share cores, and the machine must be quiet: runs during which other processes us
 of the CPU are repeated, and the quietest of three is kept. Clusters run side by side as long as
 the machine has cores for them, the calibrations first.
 
-With --replay, nodes share all cores, and wait as long as the model computes on one idle core,
-instead of computing (common/replayed_model.py). One cluster runs at a time. So two cores suffice,
-except for the communication of eight nodes. The compute times are in FILE with the suffix .times.
+With --replay, nodes wait as long as the model computes on one idle core, instead of computing
+(common/replayed_model.py), so one core per node suffices (--cpus 1). Without --cpus, they share all
+cores, and one cluster runs at a time: so two cores suffice, except for the communication of eight
+nodes. The compute times are in FILE with the suffix .times.
 
 A process for each cluster starts its runs from a warm fork server, and appends them to FILE at
 once. Those that FILE has are not measured again, unless held-out runs are to be repeated: with
@@ -56,8 +57,10 @@ from paceline.plan.calibration import Calibration, MeasuredRun, parse
 from paceline.plan.option_variants import EXACT_STRATEGIES
 from paceline.plan.target import Target
 
-RECORDED = Path(__file__).parents[1] / "tests" / "plan" / "recorded" / "emulated_clusters.jsonl"
+RECORDED = Path(__file__).parents[1] / "tests" / "plan" / "recorded" / "replayed_compute.jsonl"
 
+NODE_CPUS = 2.0
+"""Of nodes that compute."""
 CLOSE = 1.1
 """Step time of a good choice, relative to the best one."""
 
@@ -79,10 +82,14 @@ def batches(out: Measurements, only: str, repeats: int) -> Iterator[Batch]:
 def measure(out: Measurements, options: argparse.Namespace) -> None:
     end = monotonic() + options.limit
     cpus, times = options.cpus, None
-    if options.replay:
-        cpus, times = None, options.file.with_suffix(".times").absolute()
+    if not options.replay:
+        cpus = cpus or NODE_CPUS
+    else:
+        times = options.file.with_suffix(".times").absolute()
         # Workers import the model that replays.
-        os.environ["PYTHONPATH"] = str(Path(__file__).parent)
+        known = os.environ.get("PYTHONPATH")
+        here = str(Path(__file__).parent)
+        os.environ["PYTHONPATH"] = f"{here}{os.pathsep}{known}" if known else here
     session = out.sessions + 1
     start = partial(Measurer, out, cpus=cpus, most_busy=options.busy, session=session, times=times)
     wanted = batches(out, options.only, options.repeats)
@@ -286,7 +293,9 @@ def main() -> None:
     parser.add_argument("command", nargs="?", choices=("measure", "predict"), default="predict")
     parser.add_argument("file", nargs="?", type=Path, metavar="FILE", default=RECORDED)
     parser.add_argument("--only", default="*", metavar="PATTERN", help="such as '1gbit/lenet/*'")
-    parser.add_argument("--cpus", type=float, default=2.0, metavar="X", help="(default: 2)")
+    parser.add_argument(
+        "--cpus", type=float, metavar="X", help="of a node (default: 2; with --replay all cores)"
+    )
     parser.add_argument("--replay", action="store_true", help="nodes wait instead of computing")
     parser.add_argument("--repeats", type=int, default=1, metavar="N", help="(default: 1)")
     parser.add_argument("--session", type=int, metavar="N", help="held-out runs of this one only")

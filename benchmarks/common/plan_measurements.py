@@ -32,6 +32,7 @@ from paceline.plan.comm_records import comm_timings
 from paceline.plan.measurement import (
     COMM,
     FEWEST_PERIODS,
+    PILOT_STEPS,
     READY_TIMES,
     RUN_SECONDS,
     ShortRuns,
@@ -62,14 +63,13 @@ STRATEGIES = (
     "gather_scatter", "allreduce", "ring", "overlap", "ddp", "sharded", "parameter_server",
     "local_sgd",
 )  # fmt: skip
-WORKERS = (4, 3, 8)
+WORKERS = (8, 4, 3)
+"""Those that take the longest first."""
 BATCH_SIZE = 192
 """Global, so that all workers have equal shares."""
 LOCAL_BATCHES = (24, 48, 64, 96)
 """Of the runs of one worker: the shares of 8, 4, 3 and 2 workers."""
 REPLAYED = "common.replayed_model:replayed"
-MOST_PERIODS = 6
-"""Of the steps of a run."""
 ATTEMPTS = 3
 COMM_SIZES = "256,4k,16k,64k,256k,1m,2m"
 
@@ -236,10 +236,14 @@ class Measurer:
         wanted += [(2, READY_TIMES, BATCH_SIZE)]
         runs = folder / "runs"
         runs.mkdir()
-        steps = run_steps(0.0, FEWEST_PERIODS)
+        # The first run only shows how many steps the others need.
+        pilot = self._train(
+            folder / "pilot", link, model, 1, {"strategy": "single"}, BATCH_SIZE // 2, PILOT_STEPS
+        )
+        steps = run_steps(open_run(pilot).iteration_seconds or RUN_SECONDS)
         for workers, settings, batch in wanted:
             run = self._train(folder / "all", link, model, workers, settings, batch, steps)
-            steps = run_steps(open_run(run).iteration_seconds or RUN_SECONDS, MOST_PERIODS)
+            steps = run_steps(open_run(run).iteration_seconds or RUN_SECONDS)
             run.rename(runs / run.name)
         found = calibrate([str(runs)])
         if link == ONE_HOST:
@@ -272,7 +276,7 @@ class Measurer:
         predictor = self._out.predictor(link, model)
         run = predictor.calibration.runs[0]
         target = Target(strategy, workers, BATCH_SIZE, link=run.link, backend=run.backend)
-        return run_steps(predictor.predict(target).step_seconds.median, MOST_PERIODS)
+        return run_steps(predictor.predict(target).step_seconds.median)
 
     def _train(
         self,

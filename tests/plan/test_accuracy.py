@@ -21,8 +21,9 @@ pytestmark = pytest.mark.timeout(300)
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-OUT_OF_SAMPLE = Path(__file__).parent / "recorded" / "out_of_sample.jsonl"
-REPLAYED_COMPUTE = Path(__file__).parent / "recorded" / "replayed_compute.jsonl"
+RECORDED = Path(__file__).parent / "recorded"
+COMPUTING = RECORDED / "emulated_clusters.jsonl"
+COMPUTING_LATER = RECORDED / "out_of_sample.jsonl"
 
 
 @pytest.fixture(scope="module")
@@ -51,34 +52,38 @@ def test_recorded_runs_cover_all_links_models_and_strategies(cases: Any) -> None
 def test_predicted_step_times_are_close_to_those_of_recorded_runs(
     accuracy: Any, cases: Any
 ) -> None:
+    """These bounds are the goals (docs/planning.md), with rounding of the last two."""
     found = accuracy.Summary.of(cases)
-    assert found.median <= 0.062
-    assert found.tail <= 0.195
+    assert found.median <= 0.05
+    assert found.tail <= 0.12
     assert abs(found.bias) <= 0.02
-    assert found.rank_correlation >= 0.85
-    assert 0.7 <= found.coverage <= 0.9
+    assert found.rank_correlation >= 0.895
+    assert 0.7 <= found.coverage <= 0.905
 
 
-def test_runs_of_a_later_calibration_are_predicted_about_as_well(accuracy: Any) -> None:
-    """They were measured after the terms of the model were chosen."""
-    cases = accuracy.predict(accuracy.Measurements(OUT_OF_SAMPLE), "*")
-    assert len(cases) == 152
+def test_runs_of_a_later_session_are_predicted_as_well(accuracy: Any) -> None:
+    """Of six strategies, on another machine of the same kind. The calibrations are older."""
+    cases = accuracy.predict(accuracy.Measurements(accuracy.RECORDED, 3), "*")
+    assert len({case.name.split("/")[3] for case in cases}) == 6
+    assert len(cases) == 203
     found = accuracy.Summary.of(cases)
-    assert found.median <= 0.075
-    assert found.tail <= 0.225
-    assert 0.7 <= found.coverage <= 0.9
+    assert found.median <= 0.05
+    assert found.tail <= 0.12
     assert found.median <= accuracy.Summary.of(cases, is_baseline=True).median / 2
 
 
-def test_runs_of_nodes_that_wait_instead_of_computing_are_predicted_as_well(accuracy: Any) -> None:
-    """On two cores, which do not suffice for the messages of eight nodes (docs/planning.md)."""
-    every = accuracy.predict(accuracy.Measurements(REPLAYED_COMPUTE), "*")
-    assert len(every) == 3 * 4 * 3 * 8
-    cases = [case for case in every if case.name.split("/")[2] != "8"]
+@pytest.mark.parametrize(
+    ("file", "count", "median", "tail"),
+    [(COMPUTING, 288, 0.06, 0.195), (COMPUTING_LATER, 152, 0.07, 0.205)],
+)
+def test_nodes_that_compute_and_share_memory_are_predicted_less_well(
+    accuracy: Any, file: Path, count: int, median: float, tail: float
+) -> None:
+    cases = accuracy.predict(accuracy.Measurements(file), "*")
+    assert len(cases) == count
     found = accuracy.Summary.of(cases)
-    assert found.median <= 0.05
-    assert found.tail <= 0.165
-    assert found.rank_correlation >= 0.87
+    assert found.median <= median
+    assert found.tail <= tail
     assert 0.7 <= found.coverage <= 0.9
     assert found.median <= accuracy.Summary.of(cases, is_baseline=True).median / 2
 
@@ -94,11 +99,11 @@ def test_errors_are_at_most_half_of_those_of_a_model_without_messages(
 def test_repeated_runs_count_by_their_median_and_show_the_difference_between_runs(
     accuracy: Any, tmp_path: Path
 ) -> None:
-    recorded = accuracy.Measurements(accuracy.RECORDED)
+    recorded = accuracy.Measurements(COMPUTING)
     name = "1gbit/mlp/8/ring"
     (first,) = recorded.run_seconds(name)
     file = tmp_path / "measurements.jsonl"
-    file.write_text(accuracy.RECORDED.read_text())
+    file.write_text(COMPUTING.read_text())
     repeated = accuracy.Measurements(file)
     for factor in (1.5, 2.0):
         run = {**recorded.by_name[name]["run"], "step_seconds": factor * first}
