@@ -51,6 +51,7 @@ from common.plan_measurements import (
     Measurer,
     calibration_names,
     held_out_names,
+    record_all_times,
 )
 from common.side_by_side import Batch, measure_side_by_side
 from paceline.plan.calibration import Calibration, MeasuredRun, parse
@@ -86,6 +87,8 @@ def measure(out: Measurements, options: argparse.Namespace) -> None:
         cpus = cpus or NODE_CPUS
     else:
         times = options.file.with_suffix(".times").absolute()
+        # Before anything else uses the cores.
+        record_all_times(times)
         # Workers import the model that replays.
         known = os.environ.get("PYTHONPATH")
         here = str(Path(__file__).parent)
@@ -189,6 +192,23 @@ def print_run_to_run(differences: list[float]) -> None:
     )
 
 
+def repeated_rank_correlation(cases: list[Case]) -> float:
+    """Of the strategies, between the first and the last run of their cells; NaN without groups.
+
+    Strategies often differ by less than two runs do, so predictions cannot be ranked better.
+    """
+    groups: dict[str, list[Case]] = {}
+    for case in cases:
+        if len(case.runs) > 1:
+            groups.setdefault(case.name.rpartition("/")[0], []).append(case)
+    found = [
+        rank_correlation([case.runs[0] for case in group], [case.runs[-1] for case in group])
+        for group in groups.values()
+        if len(group) > 2
+    ]
+    return fmean(found) if found else math.nan
+
+
 def rank_correlation(first: list[float], second: list[float]) -> float:
     """Spearman's coefficient."""
     ranks = [np.argsort(np.argsort(values)) for values in (first, second)]
@@ -282,6 +302,7 @@ def print_table(cases: list[Case], shows_cases: bool) -> None:
         )
     if differences := run_to_run_differences(cases):
         print_run_to_run(differences)
+        print(f"rank correlation of first and last runs: {repeated_rank_correlation(cases):.2f}")
     busy = [case.busy for case in cases]
     print(f"other processes used {np.median(busy):.0%} of the CPU (at most {max(busy):.0%})")
 

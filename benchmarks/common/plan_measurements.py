@@ -186,6 +186,16 @@ def held_out_names(workers: int) -> Iterator[str]:
                 yield from (f"{link}/{model}/{workers}/{strategy}" for strategy in STRATEGIES)
 
 
+def record_all_times(folder: Path) -> None:
+    """Put compute times of all models into a folder, where they are missing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for model, job in MODELS.items():
+        if not (file := folder / f"{model}.json").exists():
+            options = {key: float(value) for key, value in job["model_options"].items()}
+            shape = SAMPLE_SHAPES[job.get("data", "digits")]
+            record_times(file, model, options, shape, CLASSES, LOCAL_BATCHES)
+
+
 class Measurer:
     """Makes the measurement of a name, and adds it to the file."""
 
@@ -201,8 +211,8 @@ class Measurer:
         """Runs during which other processes used more than `most_busy` of the CPU are repeated,
         unless nodes have cores of their own.
 
-        Without `cpus`, nodes share all cores, and their models replay the compute times that are in
-        the folder `times`, or are put there (common/replayed_model.py).
+        Without `cpus`, nodes share all cores. With `times`, models replay the compute times that
+        `record_all_times` put into that folder.
         """
         self._out, self._runs, self._cpus, self._session = out, runs, cpus, session
         self._times = times
@@ -303,11 +313,6 @@ class Measurer:
         if self._times is None:
             return job
         file = self._times / f"{model}.json"
-        if not file.exists():
-            self._times.mkdir(exist_ok=True)
-            options = {key: float(value) for key, value in job["model_options"].items()}
-            shape = SAMPLE_SHAPES[job.get("data", "digits")]
-            record_times(file, model, options, shape, CLASSES, LOCAL_BATCHES)
         return {**job, "model": REPLAYED, "model_options": {"times": str(file)}}
 
     def _machines(self, link: str, workers: int) -> dict[str, Any]:

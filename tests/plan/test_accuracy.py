@@ -7,7 +7,9 @@ change makes predictions worse. docs/planning.md states the goals, and which of 
 from __future__ import annotations
 
 import json
+import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -52,12 +54,12 @@ def test_recorded_runs_cover_all_links_models_and_strategies(cases: Any) -> None
 def test_predicted_step_times_are_close_to_those_of_recorded_runs(
     accuracy: Any, cases: Any
 ) -> None:
-    """These bounds are the goals (docs/planning.md), with rounding of the last two."""
+    """The goals of docs/planning.md, of which the rank correlation is missed by less than 0.001."""
     found = accuracy.Summary.of(cases)
     assert found.median <= 0.05
     assert found.tail <= 0.12
     assert abs(found.bias) <= 0.02
-    assert found.rank_correlation >= 0.895
+    assert found.rank_correlation >= 0.899
     assert 0.7 <= found.coverage <= 0.905
 
 
@@ -69,6 +71,7 @@ def test_runs_of_a_later_session_are_predicted_as_well(accuracy: Any) -> None:
     found = accuracy.Summary.of(cases)
     assert found.median <= 0.05
     assert found.tail <= 0.12
+    assert found.coverage >= 0.7
     assert found.median <= accuracy.Summary.of(cases, is_baseline=True).median / 2
 
 
@@ -111,6 +114,9 @@ def test_repeated_runs_count_by_their_median_and_show_the_difference_between_run
     (case,) = accuracy.predict(repeated, name)
     assert case.measured == pytest.approx(1.5 * first, rel=1e-4)
     assert accuracy.run_to_run_differences([case]) == [pytest.approx(0.4, rel=1e-3)]
+    swapped = [replace(case, runs=runs) for runs in ((1.0, 1.0), (2.0, 3.0), (3.0, 2.0))]
+    assert accuracy.repeated_rank_correlation(swapped) == 0.5
+    assert math.isnan(accuracy.repeated_rank_correlation([case]))
     missing = accuracy.batches(repeated, "1gbit/mlp/8/r*", repeats=4)
     assert [batch.names for batch in missing] == [(name,)]
     assert not [*accuracy.batches(repeated, "1gbit/mlp/8/r*", repeats=3)]

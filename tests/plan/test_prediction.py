@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from paceline.errors import MissingMeasurementError
 from paceline.plan import prediction
 from paceline.plan.calibration import Contention, MeasuredRun
-from paceline.plan.compute_times import ComputeTimes
+from paceline.plan.compute_times import ComputeTimes, deviation_of_runs
 from paceline.plan.corrections import Correction, shrunk_correction
 from paceline.plan.links import Link
 from paceline.plan.prediction import Predictor
@@ -83,8 +84,17 @@ def test_how_much_runs_differ_is_that_of_runs_with_the_same_batch() -> None:
         known = replace(calibration(), compute=points, runs=(run,) * runs)
         return ComputeTimes(known).at(48).seconds
 
-    assert at_48(1.001, runs=4) == pytest.approx(0.058 * 1.05, rel=0.002)
-    assert at_48(1.1, runs=4) == at_48(1.001, runs=3) == pytest.approx(0.058, rel=0.025)
+    assert at_48(1.001, runs=4) > at_48(1.1, runs=4) == at_48(1.001, runs=3)
+    assert at_48(1.1, runs=4) == pytest.approx(0.058, rel=0.025)
+
+
+def test_points_made_from_runs_with_several_workers_do_not_confirm_themselves() -> None:
+    phases = dict(point(32, 0.042).phases)
+    runs = (MeasuredRun("ring", {}, "gloo", 2, 2, LINK, 32, 0.1, phases),) * 4
+    alone = point(32, 0.042)
+    assert deviation_of_runs(replace(calibration(), compute=(alone,), runs=runs)) == 0.02
+    made = replace(alone, step_seconds=())
+    assert deviation_of_runs(replace(calibration(), compute=(made,), runs=runs)) is None
 
 
 def test_more_samples_never_take_less_time() -> None:
@@ -201,6 +211,9 @@ def test_intervals_are_as_wide_as_runs_of_the_calibration_differ() -> None:
         return (step.high - step.low) / step.median
 
     assert width(0.85, 0.95, 1.05, 1.15) > 2 * width(0.99, 1.0, 1.0, 1.01)
+    # An interval of 80% has 2 x 1.28 standard deviations of both errors.
+    both = math.hypot(prediction.COMPUTE_ERROR, prediction.LEAST_RUN_DEVIATION)
+    assert width(1.0, 1.0, 1.0, 1.0) == pytest.approx(2.56 * both, rel=0.15)
 
 
 def test_strategies_without_runs_are_corrected_like_others_but_less_surely() -> None:

@@ -38,6 +38,7 @@ PRIORITY_BOOST = 10
 """Difference between the nice values of the caller and of communication threads."""
 
 TASKS = Path("/proc/self/task")
+POLLING_THREAD = "gloo_tcp_loop"
 
 ABORT_TAG = 1
 """Tag of receives that match no message; all messages have tag 0."""
@@ -58,28 +59,29 @@ def create_gloo(
     options._threads = 2
     with starting_gloo(address):
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-    with communication_priority(address):
         return dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, world_size, options)
 
 
 @contextmanager
 def starting_gloo(address: str) -> Iterator[None]:
-    """Set the priority of threads that gloo starts in this block, and the policy of the first one.
+    """Set the priority of threads that gloo starts in this block, and the policy of one that polls.
 
-    The first one polls connections; only new versions of gloo give it a name. A message wakes the
-    polling thread of its receiver. If that preempts a thread that holds the lock of a connection,
-    other polling threads use up their time slices until the lock is released. So polling threads
-    wait for a core instead of preempting other threads.
+    A message wakes the polling thread of its receiver. If that preempts a thread that holds the
+    lock of a connection, other polling threads use up their time slices until the lock is released.
+    So polling threads wait for a core instead of preempting other threads.
     """
     others = _threads()
     with communication_priority(address):
         yield
     # Only Linux has this policy, which needs no permission.
     policy = getattr(os, "SCHED_BATCH", None)
-    polling = min(_threads() - others, default=None)
-    if policy is None or polling is None:
+    started = sorted(_threads() - others)
+    if policy is None or not started:
         return
-    with suppress(OSError):  # it has ended
+    with suppress(OSError):  # the thread has ended
+        names = [(TASKS / str(thread) / "comm").read_text().strip() for thread in started]
+        # Gloo starts it first, and only new versions of gloo give it a name.
+        polling = started[names.index(POLLING_THREAD) if POLLING_THREAD in names else 0]
         if os.sched_getscheduler(polling) == os.SCHED_OTHER:
             os.sched_setscheduler(polling, policy, os.sched_param(0))
 

@@ -167,6 +167,7 @@ class MeasuredRun:
         """Phases in which the strategy neither communicates nor leaves work to others."""
         excluded = {"backward"} if self.strategy in OVERLAPPING else set()
         excluded |= {"update"} if self.strategy in UPDATES_ELSEWHERE else set()
+        excluded |= {"forward"} if self.strategy == "fsdp" else set()
         return tuple(phase for phase in COMPUTE_PHASES if phase not in excluded)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +17,11 @@ PHASE_DEVIATION = 0.1
 """Relative standard deviation of a phase between short runs of the same configuration on one
 machine: of the compute time of one worker (16 configurations, three runs each), and of exchanges
 that are limited by software (16 pairs of runs, docs/results.md#accuracy-of-plans)."""
+LEAST_DEVIATION = 0.02
+NORMAL_MAD = 1.48
+"""Standard deviation of a normal distribution relative to its median absolute deviation."""
 COMMON_PHASES = ("input", "forward")
-"""Phases that are the same for all strategies."""
+"""Phases that hardly any strategy changes (MeasuredRun.compute_phases)."""
 FEWEST_RUNS = 4
 """Fewer runs do not show how much they differ."""
 
@@ -32,8 +34,8 @@ class ComputeTimes:
         if not calibration.compute:
             raise MissingMeasurementError("compute time", "a run with one worker")
         self._known: dict[float, Compute] = {}
-        deviation = between_runs(calibration)
-        self._between_runs = PHASE_DEVIATION if deviation is None else deviation
+        of_runs = deviation_of_runs(calibration)
+        self._deviation_of_runs = PHASE_DEVIATION if of_runs is None else of_runs
         points = sorted(calibration.compute, key=lambda point: point.samples)
         self.samples = np.array([float(point.samples) for point in points])
         factors = []
@@ -64,7 +66,7 @@ class ComputeTimes:
         lines = np.array([_line(self.samples, phase, 1 / total) for phase in phases])
         errors = (total - lines.sum(axis=0)) / total
         self.deviation = math.sqrt(float(errors @ errors) / (len(errors) - 2))
-        kept = max(0.0, 1 - (self._between_runs / max(self.deviation, 1e-9)) ** 2)
+        kept = max(0.0, 1 - (self._deviation_of_runs / max(self.deviation, 1e-9)) ** 2)
         shrunk: Floats = lines + kept * (phases - lines)
         return shrunk
 
@@ -91,27 +93,26 @@ class ComputeTimes:
         return max(known + slope * (samples - measured), known * min(1.0, samples / measured))
 
 
-def between_runs(calibration: Calibration) -> float | None:
-    """Relative standard deviation of compute time between runs of the same configuration.
+def deviation_of_runs(calibration: Calibration) -> float | None:
+    """By how much runs with several workers deviate from points of one worker with the same batch.
 
-    By how much runs with several workers differ from the measured point of the same batch, in the
-    phases that strategies do not change. None with too few of them.
+    Relative, and at least LEAST_DEVIATION; None with too few of them. It is the noise between runs
+    and what several workers change: points are no more exact than that for such runs.
     """
-    points = {point.samples: _common_seconds(point.phases) for point in calibration.compute}
-    logs = [
-        math.log(seconds / points[run.samples])
-        for run in calibration.runs
-        if run.workers > 1
-        and points.get(run.samples)
-        and (seconds := _common_seconds(run.phases)) > 0
-    ]
+    points = {point.samples: point.phases for point in calibration.compute if point.step_seconds}
+    logs = []
+    for run in calibration.runs:
+        if run.workers > 1 and run.samples in points:
+            phases = [phase for phase in COMMON_PHASES if phase in run.compute_phases]
+            spent, known = (
+                math.fsum(source.get(phase, 0.0) for phase in phases)
+                for source in (run.phases, points[run.samples])
+            )
+            if min(spent, known) > 0:
+                logs.append(math.log(spent / known))
     if len(logs) < FEWEST_RUNS:
         return None
-    return 1.48 * float(np.median(np.abs(logs)))
-
-
-def _common_seconds(phases: Mapping[str, float]) -> float:
-    return math.fsum(phases.get(phase, 0.0) for phase in COMMON_PHASES)
+    return max(LEAST_DEVIATION, NORMAL_MAD * float(np.median(np.abs(logs))))
 
 
 def _line(samples: Floats, seconds: Floats, weights: Floats) -> Floats:

@@ -23,7 +23,7 @@ from paceline.plan.cluster_simulation import racks_factor
 from paceline.plan.codec_cost import CODEC_OPTIONS, CodecCost, codec_cost
 from paceline.plan.collective_cost import NO_TIME, CollectiveTime
 from paceline.plan.collective_times import CollectiveMeasurements, CollectiveTimes
-from paceline.plan.compute_times import ComputeTimes
+from paceline.plan.compute_times import NORMAL_MAD, ComputeTimes
 from paceline.plan.corrections import FEWEST_RUNS, LEAST_CORRECTION, Corrections
 from paceline.plan.host_levels import levels_of
 from paceline.plan.host_sharing import HostSharing
@@ -197,7 +197,7 @@ class Predictor:
         # What racks add to a step is communication.
         exchange = np.array([step.exchange_seconds for step in steps])
         exposed = (exchange + seconds * (1 - 1 / factor)) / seconds
-        # No run takes as long as the next.
+        # Step times differ between runs.
         one_run = seconds * np.exp([self._run_deviation * each.run_error for each in self._samples])
         return Prediction(
             target,
@@ -285,11 +285,9 @@ class Predictor:
         if target.place.is_across_hosts and has_concurrent_collectives(target.strategy, options):
             # What runs of such a strategy take longer is due to collectives in progress at once.
             # Within a host these also copy more slowly, which a factor on all software describes.
-            # What they take less is the software of each of them.
-            concurrent_slowdown, software_factor = (
-                max(software_factor, 1.0),
-                min(software_factor, 1.0),
-            )
+            # If runs are faster than the model, the software of each collective is.
+            concurrent_slowdown = max(software_factor, 1.0)
+            software_factor = min(software_factor, 1.0)
         communication = self._host.cores(target.workers_per_host)
         if sample.communication_error:
             communication *= math.exp(self._communication_error * sample.communication_error)
@@ -335,7 +333,7 @@ class Predictor:
 
     @cached_property
     def _run_deviation(self) -> float:
-        """Relative standard deviation of the step time between runs."""
+        """Relative standard deviation of the step time between runs, by their compute times."""
         if len(self._compute_ratios) < FEWEST_RUNS:
             return RUN_DEVIATION
         return _spread(self._compute_ratios, LEAST_RUN_DEVIATION)
@@ -345,9 +343,8 @@ class Predictor:
 
     @cached_property
     def _compute_error(self) -> float:
-        """Relative standard deviation of compute times: between runs, and from a line."""
-        between_runs = _spread(self._compute_ratios, COMPUTE_ERROR)
-        return math.hypot(between_runs, self._center.compute.deviation)
+        """Relative standard deviation of compute times, besides that between runs."""
+        return math.hypot(COMPUTE_ERROR, self._center.compute.deviation)
 
     @cached_property
     def _communication_error(self) -> float:
@@ -399,7 +396,8 @@ class Predictor:
         wait = run.phases.get("wait", 0.0)
         if run.strategy != "parameter_server":
             compute = math.fsum(run.phases.get(phase, 0.0) for phase in COMPUTE_PHASES)
-            slowest = self._center.slowest(self._independence, run.workers, 1.0, 1)
+            steps = local_steps(run.strategy, run.options)
+            slowest = self._center.slowest(self._independence, run.workers, 1.0, steps)
             wait = max(0.0, wait - compute * (slowest - 1))
         return run.phases["exchange"] + wait
 
@@ -444,4 +442,4 @@ def _spread(ratios: Sequence[float], least: float) -> float:
     if len(ratios) < FEWEST_RUNS:
         return least
     logs = np.log(ratios)
-    return max(least, 1.48 * float(np.median(np.abs(logs - np.median(logs)))))
+    return max(least, NORMAL_MAD * float(np.median(np.abs(logs - np.median(logs)))))

@@ -10,7 +10,7 @@ SUM_SHARE_OF_UPDATE = 0.5
 
 FIRST_ARRIVAL = 0.7
 """Share of the time of sending all weights after which the first worker has them. They share the
-link of the server, but not equally: 0.67 to 0.73 with three and more workers at 100 Mbit/s."""
+link of the server, but not equally (docs/results.md#accuracy-of-plans)."""
 
 
 def parameter_server_step(job: Job) -> StepTime:
@@ -23,10 +23,11 @@ def parameter_server_step(job: Job) -> StepTime:
     if job.options.get("mode", "sync") != "sync":
         return _asynchronous(job, transfer, update)
     compute = job.compute.seconds - job.compute.update
-    # The first worker that has its weights sends gradients while others still receive.
-    last = job.collective("send_recv", "library", up / (job.workers - 1)) if up else NO_TIME
-    sends = max(FIRST_ARRIVAL * transfer.seconds, last.seconds)
-    exchange = transfer.seconds + sends + update * (1 + additions)
+    # Gradients follow once the first worker has its weights, while others still receive. No worker
+    # has them before one share of the weights was sent.
+    share = job.collective("send_recv", "library", up / (job.workers - 1)) if up else NO_TIME
+    first_arrival = max(FIRST_ARRIVAL * transfer.seconds, share.seconds)
+    exchange = first_arrival + transfer.seconds + update * (1 + additions)
     return StepTime(compute + exchange, compute, exchange, 0.0, 2 * up)
 
 
