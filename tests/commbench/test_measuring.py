@@ -14,7 +14,7 @@ from paceline.comm.communicator import Communicator
 from paceline.comm.rank_info import SINGLE_PROCESS
 from paceline.comm.work import CompletedWork, Work
 from paceline.commbench import operations, runner
-from paceline.commbench.codecs import WORLD_SIZES, CodecTiming, time_codecs
+from paceline.commbench.codecs import WORLD_SIZES, CodecTiming, matrix_shape, time_codecs
 from paceline.commbench.record import Limit, link_limit, make_record
 from paceline.commbench.runner import CaseTiming, time_size
 from paceline.commbench.spec import OPERATIONS, BenchmarkSpec, Case, make_spec
@@ -131,7 +131,7 @@ def record_of(samples: Sequence[float], size: int, limit: Limit | None) -> dict[
         spec,
         rank_info,
         [timed],
-        [CodecTiming("bf16", 8, 1024, [0.5, 0.25, 0.75])],
+        [CodecTiming("bf16", 8, 1024, (16, 16), [0.5, 0.25, 0.75])],
         [],
         {"link": limit, "memory": None},
         None,
@@ -152,8 +152,16 @@ def test_bandwidths_are_of_the_median_and_the_bus_carries_what_an_all_reduce_mus
 def test_a_codec_has_a_summary_and_all_samples() -> None:
     (entry,) = record_of([1.0], size=4, limit=None)["codecs"]
     assert (entry["codec"], entry["workers"], entry["bytes"]) == ("bf16", 8, 1024)
+    assert entry["shape"] == [16, 16]
     assert entry["seconds"] == {"mean": 0.5, "median": 0.5, "p95": 0.75, "least": 0.25}
     assert entry["samples_seconds"] == [0.5, 0.25, 0.75]
+
+
+@pytest.mark.parametrize(("elements", "shape"), [(1, (1, 1)), (12, (3, 4)), (7, (1, 7))])
+def test_a_codec_is_timed_with_a_matrix_close_to_a_square(
+    elements: int, shape: tuple[int, int]
+) -> None:
+    assert matrix_shape(elements) == shape
 
 
 def test_codecs_are_timed_alike_on_every_worker() -> None:

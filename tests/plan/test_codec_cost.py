@@ -9,7 +9,7 @@ import pytest
 
 from paceline.errors import ConfigError, MissingMeasurementError
 from paceline.plan.calibration import Calibration, CodecTiming, Gradient, MeasuredRun, SizePoint
-from paceline.plan.codec_cost import PLANNED_CODECS, codec_cost
+from paceline.plan.codec_cost import PLANNED_CODECS, codec_cost, plannable_codecs
 from paceline.plan.collective_cost import CollectiveTime
 from paceline.plan.job import Compute, Job
 from paceline.plan.links import Link
@@ -31,10 +31,16 @@ def timing(codec: str, workers: int, seconds_per_mib: float, call_seconds: float
 
 TIMINGS = tuple(
     timing(codec, workers, 0.01 + per_worker * workers, 1e-3)
-    for codec, per_worker in (("bf16", 0.0), ("fp16", 0.0), ("int8", 0.005), ("topk", 0.005))
+    for codec, per_worker in (
+        ("bf16", 0.0),
+        ("fp16", 0.0),
+        ("int8", 0.005),
+        ("topk", 0.005),
+        ("powersgd", 0.0),
+    )
     for workers in (2, 8)
 )
-GRADIENTS = tuple(Gradient(MIB, ready) for ready in (1.0, 0.75, 0.5, 0.25))
+GRADIENTS = tuple(Gradient(MIB, ready, (512, 512)) for ready in (1.0, 0.75, 0.5, 0.25))
 
 
 def job(strategy: str, options: Mapping[str, str], workers: int = 4) -> Job:
@@ -54,8 +60,8 @@ def test_time_is_linear_in_bytes_and_workers() -> None:
     assert cost is not None
     for workers in (2, 4, 8, 16):
         expected = 1e-3 + 2 * (0.01 + 0.005 * workers)
-        assert cost.seconds(2 * MIB, workers) == pytest.approx(expected)
-    assert replace(cost, factor=3.0).seconds(MIB, 2) == pytest.approx(3 * 0.021)
+        assert cost.seconds(GRADIENTS[:2], workers) == pytest.approx(expected)
+    assert replace(cost, factor=3.0).seconds(GRADIENTS[:1], 2) == pytest.approx(3 * 0.021)
 
 
 def test_no_codec_costs_nothing() -> None:
@@ -65,14 +71,14 @@ def test_no_codec_costs_nothing() -> None:
 
 def test_an_exchange_encodes_then_sums_or_gathers() -> None:
     """bf16 sums half the bytes; int8 gathers a byte and a scale per chunk from every worker."""
-    half = job("ring", {"codec": "bf16"}).reduction("ring", MIB)
+    half = job("ring", {"codec": "bf16"}).reduction("ring", GRADIENTS[:1])
     assert half.busy_seconds == pytest.approx(0.05)
     assert half.codec_seconds == pytest.approx(0.011)
-    quarter = job("ring", {"codec": "int8"}).reduction("ring", MIB)
+    quarter = job("ring", {"codec": "int8"}).reduction("ring", GRADIENTS[:1])
     gathered = 4 * (MIB / 4 + 4 * MIB / 4 / 1024)
     assert quarter.busy_seconds == pytest.approx(gathered / (10 * MIB))
     assert quarter.codec_seconds == pytest.approx(0.031)
-    few = job("ring", {"codec": "topk", "ratio": "0.5"}).reduction("ring", MIB)
+    few = job("ring", {"codec": "topk", "ratio": "0.5"}).reduction("ring", GRADIENTS[:1])
     assert few.busy_seconds == pytest.approx(4 * 0.5 * 2 * MIB / (10 * MIB))
 
 
@@ -80,9 +86,34 @@ def test_an_exchange_encodes_then_sums_or_gathers() -> None:
 def test_link_bytes_are_those_of_the_codec(codec: str) -> None:
     one = job("ring", {"codec": codec})
     assert one.codec is not None
-    wire = one.codec.wire_bytes(MIB)
+    wire = one.codec.wire_bytes(GRADIENTS[:1])
     expected = 2 * 3 / 4 * sum(wire.sums) + 3 * sum(wire.gathers)
-    assert one.reduction_bytes("ring", MIB) == pytest.approx(expected)
+    assert one.reduction_bytes("ring", GRADIENTS[:1]) == pytest.approx(expected)
+
+
+def test_powersgd_sends_two_thin_matrices_for_each_matrix_and_all_of_other_tensors() -> None:
+    bias = Gradient(2048, 1.0, (512,))
+    one = job("ring", {"codec": "powersgd", "rank": "4"})
+    assert one.codec is not None
+    wire = one.codec.wire_bytes([GRADIENTS[0], bias])
+    assert wire.sums == (4 * 4 * 512 + 2048, 4 * 4 * 512)
+    reduction = one.reduction("ring", [*GRADIENTS[:2], bias])
+    # Each matrix takes a call; the bias is not compressed.
+    assert reduction.codec_seconds == pytest.approx(2 * (0.01 + 1e-3))
+    assert reduction.busy_seconds == pytest.approx((4 * 4 * 512 * 4 + 2048) / (10 * MIB))
+
+
+def test_powersgd_needs_shapes_and_times_of_matrices() -> None:
+    unknown = replace(calibration(), codec_timings=TIMINGS)
+    target = Target("ring", 4, 64, {"codec": "powersgd"}, link=LINK)
+    with pytest.raises(MissingMeasurementError, match="shapes of the model's tensors"):
+        Predictor(unknown).predict(target)
+    assert "powersgd" not in plannable_codecs(TIMINGS, unknown.gradients)
+    assert [*plannable_codecs(TIMINGS, GRADIENTS)] == ["bf16", "fp16", "int8", "topk", "powersgd"]
+    vectors = [replace(each, has_matrices=False) for each in TIMINGS]
+    assert [*plannable_codecs(vectors, GRADIENTS)] == ["bf16", "fp16", "int8", "topk"]
+    with pytest.raises(MissingMeasurementError, match="paceline comm --codecs powersgd"):
+        codec_cost({"codec": "powersgd"}, vectors)
 
 
 @pytest.mark.parametrize("strategy", ["ring", "allreduce", "gather_scatter"])
@@ -149,8 +180,8 @@ def test_options_of_codecs_are_checked() -> None:
     assert own_options("ring", {"codec": "topk", "ratio": "0.1"}) == {
         "codec": "topk", "ratio": "0.1",
     }  # fmt: skip
-    with pytest.raises(ConfigError, match="no plan for 'powersgd'"):
-        own_options("ring", {"codec": "powersgd"})
+    with pytest.raises(ConfigError, match="no plan for 'zip'"):
+        own_options("ring", {"codec": "zip"})
     with pytest.raises(ConfigError, match="ratio"):
         own_options("ring", {"codec": "bf16", "ratio": "0.1"})
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.cli import main
+from paceline.plan.calibration import Calibration
 from paceline.plan.links import Link
 from paceline.plan.run_calibration import calibrate
 from paceline.records import SCHEMA, write_json
@@ -99,6 +100,22 @@ def test_runs_and_comm_records_make_a_calibration(root: Path) -> None:
     assert {each.link for each in found.collectives} == {Link(1e9, 2e-4)}
     assert found.optimizer_state_bytes == sum(SIZES)
     assert len(found.residuals) == 2
+
+
+def test_shapes_count_if_they_fit_the_sizes_of_the_tensors(root: Path) -> None:
+    path = root / "two-ring" / "result.json"
+    result = json.loads(path.read_text())
+    for shapes, expected in (
+        ([[1000, 1000], [100_000]], [(1000, 1000), (100_000,)]),
+        ([[1000, 1001], [100_000]], [None, None]),
+        ([[1000, 1000]], [None, None]),
+        ([[1000, "a"], []], [None, None]),
+    ):
+        result["workers"][0]["tensor_shapes"] = shapes
+        path.write_text(json.dumps(result))
+        found = calibrate([str(root)])
+        assert [each.shape for each in found.gradients] == expected
+        assert Calibration.from_dict(json.loads(json.dumps(found.to_dict()))) == found
 
 
 def test_the_calibration_keeps_the_settings_of_the_job(tmp_path: Path) -> None:
@@ -261,7 +278,7 @@ def test_strategies_that_cannot_be_planned_are_skipped_with_a_note(
                 ("overlap", "algorithm=json:loads"),
             ]
         ),
-        (["{root}", "-o", "codec=powersgd"], "-o codec: no plan for 'powersgd': choose from bf16,"),
+        (["{root}", "-o", "codec=zip"], "-o codec: no plan for 'zip': choose from bf16,"),
         (["{root}", "-o", "codec=int8"], "the time of codec int8 is not known: add `paceline comm"),
         (["{root}", "-o", "algorithm=foo"], "-o algorithm: no plan for 'foo': choose from root,"),
         (["{root}", "--batch-size", "-3"], "--batch-size: must be a number from 1 to"),

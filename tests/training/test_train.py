@@ -55,10 +55,13 @@ def test_result_has_every_documented_key(tmp_path: Path) -> None:
     assert set(worker) >= {
         "rank", "node", "samples", "wall_seconds", "iteration_seconds", "phases",
         "hidden_exchange_seconds", "after_first", "traffic", "memory", "tensor_bytes",
+        "tensor_shapes",
     }  # fmt: skip
     # A LeNet: weight and bias of two convolutions and two linear layers.
     assert len(worker["tensor_bytes"]) == 8
     assert worker["tensor_bytes"][-1] == 10 * 4
+    assert [4 * math.prod(each) for each in worker["tensor_shapes"]] == worker["tensor_bytes"]
+    assert worker["tensor_shapes"][-1] == [10]
     assert set(worker["iteration_seconds"]) == {"first", "mean", "median", "p95"}
     assert tuple(worker["phases"]) == PHASES
     assert set(node) >= {

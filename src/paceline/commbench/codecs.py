@@ -2,11 +2,12 @@
 
 The time of decoding depends on the number of workers if every payload is decoded, so each codec is
 timed as among several numbers of workers. All workers compute at once, as in training, and a sample
-is the slowest worker's.
+is the slowest worker's. Gradients are matrices, which codecs may compress.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -32,7 +33,15 @@ class CodecTiming:
     """That the payloads are decoded of."""
     size_bytes: int
     """Of the float32 gradient."""
+    shape: tuple[int, int]
+    """Of the gradient."""
     samples: list[float] = field(default_factory=list)
+
+
+def matrix_shape(elements: int) -> tuple[int, int]:
+    """Of the matrix with this number of elements that is the closest to a square."""
+    rows = next(rows for rows in range(math.isqrt(elements), 0, -1) if elements % rows == 0)
+    return rows, elements // rows
 
 
 def time_codecs(
@@ -43,7 +52,7 @@ def time_codecs(
     for name in spec.codecs:
         for workers in WORLD_SIZES:
             for size in spec.sizes:
-                timing = CodecTiming(name, workers, size)
+                timing = CodecTiming(name, workers, size, matrix_shape(max(1, size // 4)))
                 _time(timing, spec, control, device, slowest)
                 timings.append(timing)
                 if min(timing.samples) > spec.most_seconds:
@@ -60,11 +69,11 @@ def _time(
 ) -> None:
     codec = create(timing.codec, {})
     random = torch.Generator().manual_seed(0)
-    gradient = torch.randn(max(1, timing.size_bytes // 4), generator=random).to(device)
+    gradient = torch.randn(math.prod(timing.shape), generator=random).to(device)
     scratch = torch.empty_like(gradient)
 
     def sample() -> float:
-        return exchange_seconds(codec, scratch.copy_(gradient), timing.workers)
+        return exchange_seconds(codec, scratch.copy_(gradient), timing.workers, [timing.shape])
 
     sample()  # The first allocates memory.
     control.barrier().wait()

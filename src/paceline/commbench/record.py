@@ -18,8 +18,8 @@
                       whose times clearly rise with size:
                       latency_seconds, bus_bytes_per_second, each also with _error (null with two
                       sizes); share_of_limit
-    codecs            one for each codec, number of workers and size: bytes of the gradient, workers
-                      whose payloads are decoded, repeats, samples_seconds,
+    codecs            one for each codec, number of workers and size: bytes and shape of the
+                      gradient, workers whose payloads are decoded, repeats, samples_seconds,
                       seconds {mean, median, p95, least} of encoding and decoding
     left_out          sizes skipped because smaller ones took too long, with their case
 
@@ -132,6 +132,7 @@ def _codec_measurement(timing: CodecTiming) -> Record:
         "codec": timing.codec,
         "workers": timing.workers,
         "bytes": timing.size_bytes,
+        "shape": list(timing.shape),
         "repeats": len(timing.samples),
         "seconds": _summary(timing.samples),
         "samples_seconds": timing.samples,

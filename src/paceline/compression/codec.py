@@ -64,6 +64,8 @@ class Codec(ABC):
     """Whether the sum is exactly the uncompressed one."""
     keeps_norm: ClassVar[bool] = False
     """Whether the sum differs from the uncompressed one only by rounding."""
+    compresses_matrices: ClassVar[bool] = False
+    """Whether it compresses each matrix by itself, so that `shapes` change its bytes and time."""
 
     @abstractmethod
     def exchange(self, key: str, gradient: Tensor, shapes: Shapes = ()) -> Exchange[Tensor]:

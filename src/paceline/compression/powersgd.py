@@ -36,6 +36,8 @@ from paceline.errors import CheckpointError
 class PowerSGD(Codec):
     """Low-rank compression; `rank` is the number of columns of P and rows of Q."""
 
+    compresses_matrices = True
+
     def __init__(self, *, rank: int = 2) -> None:
         check_option("rank", rank, minimum=1, maximum=10**6)
         self.rank = rank

@@ -43,6 +43,8 @@ class Gradient:
     size_bytes: int
     ready: float
     """When its gradient is ready, as a fraction of the backward pass."""
+    shape: tuple[int, ...] | None = None
+    """None if it was not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,8 @@ class CodecTiming:
     workers: int
     """That the payloads are decoded of."""
     points: tuple[SizePoint, ...]
+    has_matrices: bool = True
+    """Whether the gradients were matrices; otherwise they were vectors."""
 
     def problems(self) -> Iterator[str]:
         """Values that no measurement has."""
@@ -268,6 +272,8 @@ class Calibration:
             yield "gradients must have sizes above 0"
         if any(not 0 <= each.ready <= 1 for each in self.gradients):
             yield "gradients must be ready from 0 to 1"
+        if any(not _fits(each) for each in self.gradients):
+            yield "gradients must have the sizes of their shapes"
         if self.learning and min(self.learning.noise_scale, self.learning.batch_size) <= 0:
             yield "learning must have a noise scale and a batch size above 0"
         for point in self.compute:
@@ -281,6 +287,12 @@ class Calibration:
             yield from codec.problems()
         for workers in self.side_by_side:
             yield from workers.problems()
+
+
+def _fits(gradient: Gradient) -> bool:
+    """Whether the tensor consists of elements of one size."""
+    elements = 1 if gradient.shape is None else math.prod(gradient.shape)
+    return elements > 0 and gradient.size_bytes % elements == 0
 
 
 _HEADER = ("schema", "kind", "version")

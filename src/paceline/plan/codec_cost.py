@@ -1,12 +1,14 @@
 """Cost of a codec: the time of encoding and decoding, and the bytes that it sends.
 
 The time is linear in the size of the gradient, and in the number of workers whose payloads are
-decoded, as measured by `paceline comm --codecs`. The bytes are those that the codec itself states.
+decoded, as measured by `paceline comm --codecs`. A codec that compresses each matrix by itself
+takes the measured time for each of them. The bytes are those that the codec itself states.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
@@ -16,7 +18,7 @@ from numpy.typing import NDArray
 
 from paceline.compression import CODECS, create, option_names
 from paceline.errors import MissingMeasurementError
-from paceline.plan.calibration import CodecTiming
+from paceline.plan.calibration import CodecTiming, Gradient
 
 if TYPE_CHECKING:
     from paceline.compression.codec import Codec, WireBytes
@@ -25,8 +27,7 @@ Floats = NDArray[np.float64]
 
 ELEMENT_BYTES = 4
 CODEC_OPTIONS = ("codec", "chunk", "ratio", "rank")
-PLANNED_CODECS = tuple(name for name in CODECS.names() if name not in ("none", "powersgd"))
-"""What powersgd sends depends on the shapes of tensors, which runs do not record."""
+PLANNED_CODECS = tuple(name for name in CODECS.names() if name != "none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,19 +40,40 @@ class CodecCost:
     factor: float = 1.0
     """On all times."""
 
-    def wire_bytes(self, size_bytes: float) -> WireBytes:
-        """What a worker contributes to sums and gathers."""
-        return self.codec.wire_bytes(max(1, round(size_bytes / ELEMENT_BYTES)), ELEMENT_BYTES)
+    def wire_bytes(self, gradients: Sequence[Gradient]) -> WireBytes:
+        """What a worker contributes to sums and gathers, for gradients in one exchange.
 
-    def seconds(self, size_bytes: float, workers: int) -> float:
+        MissingMeasurementError if it depends on their shapes, which are not known.
+        """
+        total = sum(each.size_bytes for each in gradients)
+        shapes = []
+        if self.codec.compresses_matrices:
+            for each in gradients:
+                if each.shape is None:
+                    raise MissingMeasurementError(
+                        "the shapes of the model's tensors", "a run of this version"
+                    )
+                shapes.append(each.shape)
+        return self.codec.wire_bytes(max(1, round(total / ELEMENT_BYTES)), ELEMENT_BYTES, shapes)
+
+    def seconds(self, gradients: Sequence[Gradient], workers: int) -> float:
         """Of encoding, and of decoding the payloads of all workers."""
+        encoded, calls = gradients, 1
+        if self.codec.compresses_matrices:
+            encoded = [each for each in gradients if self._is_compressed(each)]
+            calls = len(encoded)
+        size_bytes = sum(each.size_bytes for each in encoded)
         times = {
-            count: constant + slope * size_bytes for count, (constant, slope) in self.lines.items()
+            count: calls * constant + slope * size_bytes
+            for count, (constant, slope) in self.lines.items()
         }
         fewest, most = min(times), max(times)
         growth = (times[most] - times[fewest]) / (most - fewest) if most > fewest else 0.0
         seconds = times[fewest] + max(0.0, growth) * (workers - fewest)
         return self.factor * max(0.0, seconds)
+
+    def _is_compressed(self, gradient: Gradient) -> bool:
+        return sum(self.wire_bytes([gradient]).sums) < gradient.size_bytes
 
 
 def codec_cost(
@@ -66,13 +88,34 @@ def codec_cost(
     name = options.get("codec", "none")
     if name == "none":
         return None
-    own = [each for each in timings if each.codec == name and len(each.points) > 1]
+    codec = _create(name, tuple(sorted(options.items())))
+    own = [
+        each
+        for each in timings
+        if each.codec == name
+        and len(each.points) > 1
+        and each.has_matrices >= codec.compresses_matrices
+    ]
     if not own:
         raise MissingMeasurementError(
             f"the time of codec {name}", f"`paceline comm --codecs {name} --json FILE`"
         )
     lines = {each.workers: _line(each, random) for each in own}
-    return CodecCost(_create(name, tuple(sorted(options.items()))), lines)
+    return CodecCost(codec, lines)
+
+
+def plannable_codecs(
+    timings: Sequence[CodecTiming], gradients: Sequence[Gradient]
+) -> dict[str, None]:
+    """Names of the codecs whose cost for these gradients is known, in order."""
+    found: dict[str, None] = {}
+    for name in dict.fromkeys(timing.codec for timing in timings):
+        if name in PLANNED_CODECS:
+            with suppress(MissingMeasurementError):
+                cost = codec_cost({"codec": name}, timings)
+                if cost is not None and cost.wire_bytes(gradients):
+                    found[name] = None
+    return found
 
 
 @cache

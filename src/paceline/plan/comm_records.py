@@ -43,13 +43,15 @@ def comm_timings(record: Mapping[str, Any], name: str) -> list[CollectiveTiming]
 
 def codec_timings(record: Mapping[str, Any], name: str) -> list[CodecTiming]:
     """The codecs of a `paceline comm --codecs --json` file."""
-    cases: dict[tuple[str, int], list[SizePoint]] = {}
+    cases: dict[tuple[str, int, bool], list[SizePoint]] = {}
     with _reading(name):
         for one in parse(Entries, record.get("codecs", ())):
-            key = parse(str, one["codec"]), parse(int, one["workers"])
+            # Earlier versions timed vectors.
+            key = parse(str, one["codec"]), parse(int, one["workers"]), "shape" in one
             cases.setdefault(key, []).append(_point(one))
     timings = [
-        CodecTiming(codec, workers, tuple(points)) for (codec, workers), points in cases.items()
+        CodecTiming(codec, workers, tuple(points), has_matrices)
+        for (codec, workers, has_matrices), points in cases.items()
     ]
     return _checked(timings, name)
 

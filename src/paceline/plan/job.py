@@ -58,25 +58,25 @@ class Job:
 
     @property
     def gradient_bytes(self) -> int:
-        return sum(each.size_bytes for each in self.gradients)
+        return _total_bytes(self.gradients)
 
-    def reduction(self, algorithm: str, size_bytes: int) -> CollectiveTime:
-        """Time of the sum of gradients of this size, which the codec encodes."""
+    def reduction(self, algorithm: str, gradients: Sequence[Gradient]) -> CollectiveTime:
+        """Time of the sum of these gradients at once, which the codec encodes."""
         if self.codec is None:
-            return self.collective("all_reduce", algorithm, size_bytes)
-        wire = self.codec.wire_bytes(size_bytes)
+            return self.collective("all_reduce", algorithm, _total_bytes(gradients))
+        wire = self.codec.wire_bytes(gradients)
         times = [self.collective("all_reduce", algorithm, size) for size in wire.sums]
         times += [
             self.collective("all_gather", "library", size * self.workers) for size in wire.gathers
         ]
-        encoding = CollectiveTime(0.0, 0.0, self.codec.seconds(size_bytes, self.workers))
+        encoding = CollectiveTime(0.0, 0.0, self.codec.seconds(gradients, self.workers))
         return sum(times, encoding)
 
-    def reduction_bytes(self, algorithm: str, size_bytes: int) -> float:
+    def reduction_bytes(self, algorithm: str, gradients: Sequence[Gradient]) -> float:
         """Bytes of such a sum in one direction of the busiest link."""
         if self.codec is None:
-            return self.link_bytes("all_reduce", algorithm, size_bytes)
-        wire = self.codec.wire_bytes(size_bytes)
+            return self.link_bytes("all_reduce", algorithm, _total_bytes(gradients))
+        wire = self.codec.wire_bytes(gradients)
         sizes = [self.link_bytes("all_reduce", algorithm, size) for size in wire.sums]
         sizes += [
             self.link_bytes("all_gather", "library", size * self.workers) for size in wire.gathers
@@ -98,6 +98,10 @@ class Job:
     def option(self, name: str, default: float) -> float:
         text = self.options.get(name)
         return default if text in (None, "auto", "measured", "none") else float(text)
+
+
+def _total_bytes(gradients: Sequence[Gradient]) -> int:
+    return sum(each.size_bytes for each in gradients)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from paceline.plan.calibration import Calibration
-from paceline.plan.codec_cost import PLANNED_CODECS
+from paceline.plan.codec_cost import plannable_codecs
 from paceline.plan.step_simulation import BUCKET_STRATEGIES, PRESETS
 from paceline.plan.target import Target
 from paceline.strategies.bucket_layout import MIB
@@ -29,8 +29,8 @@ def option_variants(calibration: Calibration, target: Target) -> Iterator[Mappin
         total = calibration.gradient_bytes / MIB
         yield from ({"bucket_mib": size} for size in BUCKET_MIB if float(size) < total)
     if target.strategy in CODEC_STRATEGIES:
-        measured = dict.fromkeys(timing.codec for timing in calibration.codec_timings)
-        yield from ({"codec": name} for name in measured if name in PLANNED_CODECS)
+        known = plannable_codecs(calibration.codec_timings, calibration.gradients)
+        yield from ({"codec": name} for name in known)
 
 
 def is_exact(options: Mapping[str, str]) -> bool:

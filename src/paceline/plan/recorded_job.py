@@ -238,6 +238,19 @@ class RecordedJob:
         return _sizes(found)
 
     @property
+    def tensor_shapes(self) -> list[tuple[int, ...]] | None:
+        """In the order of `tensor_bytes`; None if they were not recorded."""
+        sizes = self.tensor_bytes
+        found = self.run.workers[0].get("tensor_shapes") if sizes else None
+        if not sizes or not isinstance(found, list) or len(found) != len(sizes):
+            return None
+        is_valid = all(
+            (each == [] or _sizes(each)) and size % math.prod(each) == 0
+            for each, size in zip(found, sizes, strict=True)
+        )
+        return [*map(tuple, found)] if is_valid else None
+
+    @property
     def bucket_bytes(self) -> list[int] | None:
         """Of DistributedDataParallel, in the order of the model: the first bucket has its end."""
         buckets = [

@@ -35,6 +35,7 @@ from paceline.plan.calibration import (
     MeasuredRun,
     SizePoint,
 )
+from paceline.plan.codec_cost import plannable_codecs
 from paceline.plan.comm_records import codec_timings, comm_timings
 from paceline.plan.host_sharing import read_side_by_side
 from paceline.plan.learning import learning_of
@@ -112,7 +113,7 @@ def read_measured_runs(paths: Sequence[str], calibration: Calibration) -> list[M
     cpus = [str((job.run.result or {}).get("hardware", {}).get("cpu")) for job in jobs]
     planned = str(calibration.hardware.get("cpu"))
     _check_same([planned, *cpus], "machines", "--against runs of the same machine")
-    codecs = {timing.codec for timing in calibration.codec_timings}
+    codecs = plannable_codecs(calibration.codec_timings, calibration.gradients)
     return [job.measured() for job in jobs if is_modeled(job.run.settings.options, codecs)]
 
 
@@ -147,6 +148,9 @@ def _calibration(
     runs = [job.run for job in jobs]
     first = runs[0].result or {}
     gradients, has_ready_times, has_tensor_sizes = _gradients(jobs)
+    # Codecs import torch, which reports without them need not wait for.
+    has_codecs = any("codec" in run.settings.options for run in runs)
+    plannable = plannable_codecs(codecs, gradients) if has_codecs else ()
     return Calibration(
         model=jobs[0].model,
         gradients=gradients,
@@ -158,8 +162,7 @@ def _calibration(
         runs=tuple(
             job.measured()
             for job in jobs
-            if job.workers > 1
-            and is_modeled(job.run.settings.options, {timing.codec for timing in codecs})
+            if job.workers > 1 and is_modeled(job.run.settings.options, plannable)
         ),
         optimizer_state_bytes=_state_bytes(runs[0], sum(each.size_bytes for each in gradients)),
         activation_bytes_per_sample=_activation_bytes(jobs),
@@ -265,11 +268,14 @@ def _gradients(jobs: Sequence[RecordedJob]) -> tuple[tuple[Gradient, ...], bool,
             "cannot plan: these runs were recorded before tensor sizes were: run one of them again"
         )
     ready = next((times for job in jobs if (times := _ready(job, len(sizes)))), None)
-    if ready is None:
-        # Gradients are ready in about the reverse order of the model.
-        uniform = [(len(sizes) - index) / len(sizes) for index in range(len(sizes))]
-        return tuple(map(Gradient, sizes, uniform)), False, tensors is not None
-    return tuple(map(Gradient, sizes, reversed(ready))), True, tensors is not None
+    # Gradients are ready in about the reverse order of the model.
+    count = len(sizes)
+    times = ready[::-1] if ready else [(count - index) / count for index in range(count)]
+    same = (job.tensor_shapes for job in jobs if job.tensor_bytes == tensors)
+    shapes: Sequence[tuple[int, ...] | None]
+    shapes = next((found for found in same if found), [None] * count)
+    gradients = tuple(map(Gradient, sizes, times, shapes))
+    return gradients, ready is not None, tensors is not None
 
 
 def _ready(job: RecordedJob, count: int) -> list[float] | None:

@@ -66,16 +66,15 @@ def has_concurrent_collectives(strategy: str, options: Mapping[str, str]) -> boo
 
 def _averaging(job: Job) -> StepTime:
     chosen, is_flat = _preset(job.strategy, job.options)
-    sizes = [each.size_bytes for each in job.gradients]
-    sizes = [sum(sizes)] if is_flat else sizes
-    times = in_sequence([job.reduction(chosen, size) for size in sizes])
+    at_once = [job.gradients] if is_flat else [[each] for each in job.gradients]
+    times = in_sequence([job.reduction(chosen, each) for each in at_once])
     if has_concurrent_collectives(job.strategy, job.options):
         transfers = [Transfer(0.0, time) for time in times]
         slowdown = job.concurrent_slowdown
         exchange = simulate_overlap(0.0, transfers, concurrent_slowdown=slowdown).end
     else:
         exchange = math.fsum(time.seconds for time in times)
-    return _exposed(job, exchange, _reduced_bytes(job, chosen, sizes))
+    return _exposed(job, exchange, _reduced_bytes(job, chosen, at_once))
 
 
 def _exposed(job: Job, exchange: float, link_bytes: float) -> StepTime:
@@ -84,8 +83,8 @@ def _exposed(job: Job, exchange: float, link_bytes: float) -> StepTime:
     return StepTime(compute + exchange, compute, exchange, 0.0, link_bytes)
 
 
-def _reduced_bytes(job: Job, algorithm: str, sizes: Sequence[int]) -> float:
-    return math.fsum(job.reduction_bytes(algorithm, size) for size in sizes)
+def _reduced_bytes(job: Job, algorithm: str, at_once: Sequence[Sequence[Gradient]]) -> float:
+    return math.fsum(job.reduction_bytes(algorithm, each) for each in at_once)
 
 
 BUCKET_STRATEGIES = ("overlap", "ddp")
@@ -120,13 +119,13 @@ def _in_buckets(job: Job) -> StepTime:
     # A codec or an algorithm of comm/algorithms runs in one background thread.
     threads = GLOO_THREADS if algorithm == "library" and job.codec is None else 1
     layout = bucket_layout(job) or []
-    sizes = [sum(job.gradients[index].size_bytes for index in bucket) for bucket in layout]
-    ready = [max(job.gradients[index].ready for index in bucket) for bucket in layout]
+    buckets = [[job.gradients[index] for index in bucket] for bucket in layout]
+    ready = [max(each.ready for each in bucket) for bucket in buckets]
     starts = [when * job.compute.backward for when in ready]
-    reductions = in_sequence([job.reduction(algorithm, size) for size in sizes], starts)
+    reductions = in_sequence([job.reduction(algorithm, each) for each in buckets], starts)
     transfers = [*map(Transfer, ready, reductions)]
     times = simulate_overlap(job.compute.backward, transfers, threads, job.contention)
-    return _overlapped(job, times, _reduced_bytes(job, algorithm, sizes))
+    return _overlapped(job, times, _reduced_bytes(job, algorithm, buckets))
 
 
 def _overlapped(job: Job, times: OverlapTimes, link_bytes: float) -> StepTime:

@@ -55,10 +55,9 @@ def own_options(strategy: str, options: Mapping[str, str]) -> dict[str, str]:
     return own
 
 
-def is_modeled(options: Mapping[str, str], measured_codecs: Collection[str]) -> bool:
+def is_modeled(options: Mapping[str, str], plannable_codecs: Collection[str]) -> bool:
     """Whether runs with these options do what the model describes."""
-    codec = options.get("codec", "none")
-    is_codec_modeled = codec == "none" or (codec in PLANNED_CODECS and codec in measured_codecs)
+    is_codec_modeled = options.get("codec", "none") in ("none", *plannable_codecs)
     return options.get("algorithm", "library") in ALGORITHMS and is_codec_modeled
 
 

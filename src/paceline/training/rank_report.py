@@ -179,8 +179,16 @@ def account_of(
         and {"iterations": max(0, len(iteration_seconds) - 1), **after_first},
         "traffic": replica.communicator.traffic.to_dict(),
         # The same on every rank.
-        **({} if rank_info.rank else {"tensor_bytes": [each.nbytes for each in replica.trainable]}),
+        **({} if rank_info.rank else _tensors(replica)),
         **(strategy.meter.summary() if strategy.meter is not None else {}),
+    }
+
+
+def _tensors(replica: Replica) -> dict[str, Any]:
+    weights = replica.trainable
+    return {
+        "tensor_bytes": [each.nbytes for each in weights],
+        "tensor_shapes": [list(each.shape) for each in weights],
     }
 
 
