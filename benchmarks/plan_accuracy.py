@@ -71,7 +71,8 @@ def batches(out: Measurements, only: str, repeats: int) -> Iterator[Batch]:
     only when it is used."""
     for name in calibration_names():
         if fnmatchcase(name, only) and name not in out.by_name:
-            yield Batch((name,), 2)
+            _, _, more = name.partition("/comm-")
+            yield Batch((name,), int(more or 2))
     # All of them once, before any is repeated.
     for repeat in range(repeats):
         for workers in WORKERS:

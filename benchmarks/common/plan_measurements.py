@@ -4,7 +4,7 @@ Workers are the nodes of an emulated cluster with one of LINKS, or those of this
 
 Each measurement has a name, and is one JSON line of a file, which may have a name several times:
 
-- LINK/comm: `paceline comm` with two workers.
+- LINK/comm: `paceline comm` with two workers; host/comm-WORKERS with more of them.
 - LINK/MODEL/calibration: runs of one worker with several batches, a run of each strategy with two
   workers, and the calibration (plan/calibration.py) that follows from them, without collectives.
 - LINK/MODEL/WORKERS/STRATEGY: a held-out run. Of several, the median of their step times counts.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
@@ -36,6 +37,7 @@ from paceline.plan.measurement import (
     READY_TIMES,
     RUN_SECONDS,
     ShortRuns,
+    comm_workers,
     measure_side_by_side,
     run_steps,
 )
@@ -117,7 +119,12 @@ class Measurements:
         key = f"{link}/{model}/calibration"
         if key not in self._predictors:
             record = self.by_name[key]["calibration"]
-            collectives = comm_timings(self.by_name[f"{link}/comm"]["record"], key)
+            collectives = [
+                timing
+                for name, one in self.by_name.items()
+                if name == f"{link}/comm" or name.startswith(f"{link}/comm-")
+                for timing in comm_timings(one["record"], name)
+            ]
             self._predictors[key] = Predictor(
                 dataclasses.replace(
                     Calibration.from_dict(record),
@@ -175,7 +182,14 @@ def read_comm_record(file: Path) -> dict[str, Any]:
 def calibration_names() -> Iterator[str]:
     for links in ((*LINKS,), (ONE_HOST,)):
         yield from (f"{link}/comm" for link in links)
+        if ONE_HOST in links:
+            yield from (f"{ONE_HOST}/comm-{workers}" for workers in _comm_workers())
         yield from (f"{link}/{model}/calibration" for model in MODELS for link in links)
+
+
+def _comm_workers() -> list[int]:
+    """Besides two, on this host."""
+    return comm_workers(max(WORKERS), os.cpu_count() or 1)
 
 
 def held_out_names(workers: int) -> Iterator[str]:
@@ -225,16 +239,17 @@ class Measurer:
         link, *rest = name.split("/")
         with tempfile.TemporaryDirectory() as folder:
             match rest:
-                case ["comm"]:
-                    self._out.add(name, self._comm(Path(folder) / "comm.json", link))
+                case [comm] if comm.startswith("comm"):
+                    workers = int(comm.removeprefix("comm-")) if comm != "comm" else 2
+                    self._out.add(name, self._comm(Path(folder) / "comm.json", link, workers))
                 case [model, "calibration"]:
                     self._out.add(name, self._calibration(Path(folder), link, model))
                 case [model, workers, strategy]:
                     job = link, model, int(workers), strategy
                     self._out.add(name, self._held_out(Path(folder), *job))
 
-    def _comm(self, file: Path, link: str) -> dict[str, Any]:
-        machines = {**self._machines(link, 2), "threads": 1}
+    def _comm(self, file: Path, link: str, workers: int) -> dict[str, Any]:
+        machines = {**self._machines(link, workers), "threads": 1}
         selection = {**COMM, "sizes": COMM_SIZES, "seconds": "0.4"}
         self._runs.comm(file, machines, **selection)
         return {"record": read_comm_record(file)}
@@ -259,9 +274,8 @@ class Measurer:
         if link == ONE_HOST:
             job = {**self._model(model), "strategy": "single"}
             settings = run_settings(job, {}, min(LOCAL_BATCHES), steps)
-            points = measure_side_by_side(
-                self._runs, folder / "side-by-side", settings, max(WORKERS)
-            )
+            most = min(max(WORKERS), os.cpu_count() or 1)
+            points = measure_side_by_side(self._runs, folder / "side-by-side", settings, most)
             found = dataclasses.replace(found, side_by_side=tuple(points))
         busy = [other_processes_share(run) or 0.0 for run in collect(runs).runs]
         return {

@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import RecordsError
-from paceline.plan.calibration import Calibration, Contention, MeasuredRun, SideBySide
+from paceline.plan.calibration import (
+    Calibration,
+    Contention,
+    MeasuredRun,
+    SideBySide,
+    SizePoint,
+)
 from paceline.plan.host_sharing import FILE, HostSharing, read_side_by_side, write_side_by_side
 from paceline.plan.prediction import Predictor
 from paceline.plan.target import Target
@@ -57,6 +63,59 @@ def test_predictions_slow_compute_and_not_communication() -> None:
     ]
     # 10 ms and 1 ms for each of 16 samples.
     assert steps[1] - steps[0] == pytest.approx(0.5 * 0.026)
+
+
+def with_collectives_of(workers: int, factor: float, cores: int = 64) -> Calibration:
+    """Collectives of that many workers whose rounds take `factor` times as long."""
+    (few,) = WITHIN_HOST
+    rounds, more = workers - 1, []
+    for point in few.points:
+        # Rounds of a ring have a share of the tensor: those of two workers have half of it.
+        size = point.size_bytes * workers // 2
+        seconds = tuple(factor * rounds * each for each in point.seconds)
+        more.append(SizePoint(size, seconds))
+    many = replace(few, workers=workers, points=tuple(more))
+    return replace(
+        calibration(collectives=[few, many]),
+        hardware={"cpu": "a CPU", "cores": cores},
+        contention=Contention(cores_per_worker=1.0),
+    )
+
+
+@pytest.mark.parametrize(("workers", "factor"), [(2, 1.0), (5, 2.0), (8, 3.0)])
+def test_rounds_take_as_long_as_those_of_about_as_many_workers(workers: int, factor: float) -> None:
+    """Linear between measured numbers of workers; cores make no difference there."""
+    for cores in (2, 64):
+        known = with_collectives_of(8, 3.0, cores)
+        exchange = exchange_seconds(known, "ring", workers)
+        # Two rounds per peer, of 0.5 ms and 10 ns for each byte of a share.
+        expected = 2 * (workers - 1) * (0.5e-3 + known.gradient_bytes / workers / 100e6)
+        assert exchange == pytest.approx(factor * expected, rel=1e-3)
+
+
+def test_collectives_of_more_workers_than_were_measured_share_the_cores() -> None:
+    known = with_collectives_of(8, 3.0, cores=2)
+    expected = 2 * 15 * (0.5e-3 + known.gradient_bytes / 16 / 100e6)
+    assert exchange_seconds(known, "ring", 16) == pytest.approx(2 * 3 * expected, rel=1e-3)
+
+
+def test_more_workers_do_not_multiply_what_concurrent_collectives_cost() -> None:
+    """With two workers, all-reduces of single tensors take twice as long at once as one by one."""
+    known = with_collectives_of(8, 3.0)
+    alone = {each: exchange_seconds(known, "allreduce", each) for each in (2, 8)}
+    step = 0.042 + 2 * alone[2]
+    phases = {"input": 0.0, "forward": 0.0126, "backward": 0.0252, "update": 0.0042}
+    phases["exchange"] = 2 * alone[2]
+    run = MeasuredRun("allreduce", {}, "gloo", 2, 1, None, 32, step, phases)
+    exchange = exchange_seconds(replace(known, runs=(run,)), "allreduce", 8)
+    assert exchange == pytest.approx(alone[8] + alone[8] / 3, rel=0.01)
+
+
+def exchange_seconds(known: Calibration, strategy: str, workers: int) -> float:
+    predictor = Predictor(known, samples=1)
+    step = predictor.typical_step_seconds(Target(strategy, workers, 16 * workers))
+    # Workers beyond the cores take turns.
+    return step - 0.026 * max(1.0, workers / float(known.hardware["cores"]))
 
 
 def test_workers_on_hosts_of_their_own_are_not_slowed() -> None:

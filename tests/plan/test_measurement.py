@@ -28,7 +28,8 @@ def test_a_job_is_measured_and_planned(tmp_path: Path, monkeypatch: pytest.Monke
     assert found.activation_bytes_per_sample is not None
     kinds = {(each.operation, each.algorithm, each.backend) for each in found.collectives}
     assert ("all_reduce", "ring", "gloo") in kinds
-    assert {each.workers for each in found.collectives} == {2}
+    # Workers of one host slow each other's collectives.
+    assert {each.workers for each in found.collectives} == {2, 4}
     assert {each.codec for each in found.codec_timings} == {"bf16"}
     assert [(each.workers, len(each.step_seconds)) for each in found.side_by_side] == [
         (1, 1), (2, 2),
@@ -42,6 +43,16 @@ def test_a_job_is_measured_and_planned(tmp_path: Path, monkeypatch: pytest.Monke
         (1, "single"), (2, "ring"), (4, "ring"),
     ]  # fmt: skip
     assert not any(each["extrapolated"] for each in predictions)
+
+
+@pytest.mark.parametrize(
+    ("most_workers", "cores", "workers"),
+    [(2, 8, []), (8, 8, [8]), (8, 2, [8]), (8, 4, [4, 8]), (1000, 64, [16])],
+)
+def test_collectives_are_measured_with_as_many_workers_as_cores_and_as_planned(
+    most_workers: int, cores: int, workers: list[int]
+) -> None:
+    assert measurement.comm_workers(most_workers, cores) == workers
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,15 @@ class CollectiveTime:
             burst_seconds=self.burst_seconds * factor,
         )
 
+    def with_software(self, other: CollectiveTime, share: float) -> CollectiveTime:
+        """This time, and a share of what is not due to the link in another, or less if negative."""
+        slower = other.transfer_seconds - other.link_seconds
+        return replace(
+            self,
+            software_seconds=max(0.0, self.software_seconds + share * other.software_seconds),
+            transfer_seconds=max(self.link_seconds, self.transfer_seconds + share * slower),
+        )
+
     def __add__(self, other: CollectiveTime) -> CollectiveTime:
         """One after the other."""
         return CollectiveTime(
@@ -302,6 +311,22 @@ class RoundTimes:
             round_trip_seconds=self._round_trip_seconds,
             round_trips=self._round_trips,
             largest_bytes=self.largest_bytes,
+        )
+
+    def towards(self, other: RoundTimes, share: float) -> RoundTimes:
+        """The times between these and others of the same place: `share` of the way."""
+
+        def between(name: str) -> float:
+            first, second = getattr(self, name), getattr(other, name)
+            return float(first + share * (second - first))
+
+        return RoundTimes(
+            between("latency_seconds"),
+            between("seconds_per_byte"),
+            call_seconds=between("call_seconds"),
+            message_seconds=between("message_seconds"),
+            round_trips=self._round_trips,
+            largest_bytes=min(self.largest_bytes, other.largest_bytes),
         )
 
     def scaled(self, latency: float, transfer: float) -> RoundTimes:

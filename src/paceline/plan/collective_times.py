@@ -1,7 +1,11 @@
-"""Selects the measurement that the time of a collective is derived from.
+"""Selects the measurements that the time of a collective is derived from.
 
 The preferred measurement has the same backend, operation, algorithm and link. Rounds of other
 algorithms have the same form, so they stand in where one was not measured.
+
+Between hosts, a measurement of two workers shows the rounds of any number of them. Workers of one
+host share its cores and its memory, so their rounds become slower the more of them there are: the
+times are those of measurements with about as many workers.
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ WITH_CALL = ("library", "root")
 """Algorithms with a cost of the call besides that of rounds; those of the others are calls."""
 ONE_WAY = ("send_recv", "library")
 FEWEST = 2
-"""Hosts of a collective."""
+"""Hosts of a collective, or workers of one host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +73,28 @@ class CollectiveMeasurements:
     def __init__(self, calibration: Calibration) -> None:
         self.calibration = calibration
         self._timings = [each for each in calibration.collectives if len(each.points) > 1]
-        self._known: dict[tuple[str, str, Place], Selected | None] = {}
+        self._known: dict[tuple[str, str, Place], tuple[Selected, ...]] = {}
 
-    def select(self, operation: str, algorithm: str, place: Place) -> Selected | None:
-        """The most similar measurement; None if there is none."""
+    def select(self, operation: str, algorithm: str, place: Place) -> tuple[Selected, ...]:
+        """The most similar measurements, by ascending number of workers; empty if there are none.
+
+        Between hosts, the one with the fewest workers.
+        """
         key = operation, algorithm, place
         if key not in self._known:
             self._known[key] = self._select(operation, algorithm, place)
         return self._known[key]
 
-    def _select(self, operation: str, algorithm: str, place: Place) -> Selected | None:
+    def most_workers_of_host(self, place: Place) -> int:
+        """The largest number of workers of one host whose collectives were measured."""
+        counts = [
+            each.workers
+            for each in self._timings
+            if each.hosts == 1 and each.backend == place.backend
+        ]
+        return max(counts, default=FEWEST)
+
+    def _select(self, operation: str, algorithm: str, place: Place) -> tuple[Selected, ...]:
         candidates = [
             each
             for each in self._timings
@@ -87,19 +103,27 @@ class CollectiveMeasurements:
         for wanted in ((operation, algorithm), *STAND_INS):
             same = [each for each in candidates if (each.operation, each.algorithm) == wanted]
             if same:
-                timing = min(
-                    same, key=lambda each: (_distance(each.link, place.link), each.workers)
+                nearest = min(_distance(each.link, place.link) for each in same)
+                by_workers = {
+                    each.workers: each
+                    for each in sorted(same, key=lambda each: each.workers)
+                    if _distance(each.link, place.link) == nearest
+                }
+                found = tuple(
+                    Selected(
+                        timing,
+                        measured_round_trips(same),
+                        self._message_seconds(timing),
+                        self._software_seconds_per_byte(timing),
+                    )
+                    for timing in by_workers.values()
                 )
-                return Selected(
-                    timing,
-                    measured_round_trips(same),
-                    self._message_seconds(timing),
-                    self._software_seconds_per_byte(timing),
-                )
-        return None
+                return found[:1] if place.is_across_hosts else found
+        return ()
 
     def _message_seconds(self, timing: CollectiveTiming) -> float | None:
-        for each in self._timings:
+        by_workers = sorted(self._timings, key=lambda each: each.workers != timing.workers)
+        for each in by_workers:
             is_same = (each.backend, each.hosts > 1, each.link) == (
                 timing.backend,
                 timing.hosts > 1,
@@ -112,7 +136,7 @@ class CollectiveMeasurements:
         return None
 
     def _software_seconds_per_byte(self, timing: CollectiveTiming) -> float:
-        for each in self._timings:
+        for each in sorted(self._timings, key=lambda each: each.workers):
             is_same = (each.backend, each.operation, each.algorithm) == (
                 timing.backend,
                 timing.operation,
@@ -132,7 +156,11 @@ class CollectiveTimes:
         """With `random`, times of a bootstrap sample of the measurements."""
         self._measurements, self._calibration = measurements, measurements.calibration
         self._seed = None if random is None else int(random.integers(2**63))
-        self._known: dict[tuple[str, str, Place, bool], RoundTimes] = {}
+        self._known: dict[tuple[str, str, Place, int], RoundTimes] = {}
+
+    def most_workers_of_host(self, place: Place) -> int:
+        """The largest number of workers of one host whose collectives were measured."""
+        return self._measurements.most_workers_of_host(place)
 
     @property
     def most_workers(self) -> int:
@@ -141,19 +169,21 @@ class CollectiveTimes:
         return max([2, *counts, *(run.workers for run in self._calibration.runs)])
 
     def rounds(
-        self, operation: str, algorithm: str, place: Place, hosts: int = FEWEST
+        self, operation: str, algorithm: str, place: Place, members: int = FEWEST
     ) -> RoundTimes:
         """Time of one round; MissingMeasurementError if neither this nor a similar one is known.
+
+        `members` are hosts, or within one host workers.
 
         In a ring of two hosts, both directions share a connection, and slow each other. In larger
         rings they do not: a byte takes as long as in one-way messages, and an all-reduce as long as
         its rounds. Reduce-scatters and all-gathers keep the cost of their calls. All-reduce by root
         has calls of one peer while the root sends to others.
         """
-        is_larger = place.is_across_hosts and hosts > FEWEST and algorithm in (*RINGS, "root")
-        key = operation, algorithm, place, is_larger
+        is_larger = place.is_across_hosts and members > FEWEST and algorithm in (*RINGS, "root")
+        key = operation, algorithm, place, FEWEST + is_larger if place.is_across_hosts else members
         if key not in self._known:
-            times = self._round_times(operation, algorithm, place)
+            times = self._round_times(operation, algorithm, place, members)
             if is_larger and (one_way := self._one_way(operation, algorithm, place)):
                 fastest = one_way if algorithm in RINGS else times
                 times = times.in_larger_cluster(fastest, has_call=operation != "all_reduce")
@@ -164,29 +194,27 @@ class CollectiveTimes:
         """Of single messages on the same link; None if the rounds are not those of two workers."""
         found = self._measurements.select(operation, algorithm, place)
         message = self._measurements.select(*ONE_WAY, place)
-        if found is None or message is None:
+        if not found or not message:
             return None
-        timing = message.timing
-        is_comparable = found.timing.workers == FEWEST and timing.link == found.timing.link
+        timing, other = message[0].timing, found[0].timing
+        is_comparable = other.workers == FEWEST and timing.link == other.link
         if not is_comparable or (timing.operation, timing.algorithm) != ONE_WAY:
             return None
         return self.rounds(*ONE_WAY, place)
 
-    def _round_times(self, operation: str, algorithm: str, place: Place) -> RoundTimes:
-        selected = self._measurements.select(operation, algorithm, place)
-        if selected is not None:
-            random = None if self._seed is None else np.random.default_rng(self._seed)
-            timing, link = selected.timing, place.link
-            times = RoundTimes.of(
-                timing,
-                selected.round_trips,
-                random,
-                selected.message_seconds,
-                has_call=timing.algorithm in WITH_CALL,
-            )
-            if link is None or timing.link is None:
-                return times
-            return times.on_link(timing.link, link, selected.software_seconds_per_byte)
+    def _round_times(
+        self, operation: str, algorithm: str, place: Place, members: int
+    ) -> RoundTimes:
+        if selected := self._measurements.select(operation, algorithm, place):
+            # The measured numbers of workers next to this one.
+            below = [each for each in selected if each.timing.workers <= members] or selected[:1]
+            above = [each for each in selected if each.timing.workers >= members] or selected[-1:]
+            fewer, more = below[-1].timing.workers, above[0].timing.workers
+            times = self._of_selected(below[-1], place)
+            if fewer < members < more:
+                share = (members - fewer) / (more - fewer)
+                times = times.towards(self._of_selected(above[0], place), share)
+            return times
         if place.is_across_hosts and place.link is not None:
             return nominal_round_times(place.link)
         if place.is_across_hosts:
@@ -199,6 +227,20 @@ class CollectiveTimes:
             f"the time of collectives on one host ({place.backend})",
             "`paceline comm --json FILE` of two workers, with at least two sizes",
         )
+
+    def _of_selected(self, selected: Selected, place: Place) -> RoundTimes:
+        random = None if self._seed is None else np.random.default_rng(self._seed)
+        timing, link = selected.timing, place.link
+        times = RoundTimes.of(
+            timing,
+            selected.round_trips,
+            random,
+            selected.message_seconds,
+            has_call=timing.algorithm in WITH_CALL,
+        )
+        if link is None or timing.link is None:
+            return times
+        return times.on_link(timing.link, link, selected.software_seconds_per_byte)
 
     def extrapolations(self, place: Place) -> list[str]:
         """Why times are not those of a measured link."""

@@ -1,7 +1,8 @@
 """Measures a job in short runs, so that it can be planned without existing records.
 
 `measure_job` trains for a few seconds with one worker and several batches, with several of them
-side by side, and with two workers and each strategy, and runs `paceline comm` between two workers.
+side by side, and with two workers and each strategy, and runs `paceline comm` between two workers,
+and between more of them if they share this host.
 It leaves records in a folder, from which run_calibration.py makes the calibration. Only this module
 of plan/ starts processes.
 """
@@ -48,6 +49,10 @@ COMM = {
     # links. Long ones leave time for few samples of small operations, which vary the most.
     "pause": "0.005",
 }
+
+COMM_OF_MORE = {**COMM, "sizes": "1k,64k,1m"}
+"""Between more than two workers of a host."""
+MOST_COMM_WORKERS = 16
 
 
 def run_steps(step_seconds: float, most_periods: int = MOST_PERIODS) -> int:
@@ -157,12 +162,13 @@ def measure_job(
         for batch in batches:
             steps = run_steps(pilot * max(batch / batch_size, 0.25))
             train(f"one-worker-{batch}", steps, batch_size=batch, **single)
-        if not cluster and not machine["gpus"]:
+        shares_host = not cluster and not machine["gpus"]
+        # More workers than cores allow take turns.
+        most = min(most_workers, machine["cores"] // settings["threads"])
+        if shares_host:
             _tell("measuring workers side by side")
             share = {**base, **single, "batch_size": smallest}
             share["iterations"] = run_steps(pilot * max(smallest / batch_size, 0.25))
-            # More of them than cores allow take turns, which needs no measurement.
-            most = min(most_workers, machine["cores"] // settings["threads"])
             points = measure_side_by_side(runs, out, share, most)
             write_side_by_side(out, str(settings.get("model", "lenet")), points)
         for strategy in strategies:
@@ -176,6 +182,20 @@ def measure_job(
         machines = {key: base[key] for key in ("threads", "cluster") if key in base} | two
         selection = {**COMM, "codecs": ",".join(codecs)} if codecs else COMM
         runs.comm(out / "comm.json", machines, **selection)
+        if shares_host:
+            for workers in comm_workers(most_workers, most):
+                _tell(f"measuring collectives between {workers} workers")
+                machines["nproc_per_node"] = workers
+                runs.comm(out / f"comm-{workers}.json", machines, **COMM_OF_MORE)
+
+
+def comm_workers(most_workers: int, cores: int) -> list[int]:
+    """Numbers of workers of one host, besides two, whose collectives are measured.
+
+    They slow each other down: as many as there are cores, and as are planned.
+    """
+    planned = min(most_workers, MOST_COMM_WORKERS)
+    return sorted({min(planned, cores), planned} - {0, 1, 2})
 
 
 def measure_side_by_side(

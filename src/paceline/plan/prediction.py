@@ -250,10 +250,11 @@ class Predictor:
             return 1.0
         job = self._job(self._center, target, self._compute_factor(target), 1.0)
         times, factors = self._center.collectives, target.factors
+        members = target.host_count if target.place.is_across_hosts else target.workers
         return racks_factor(
             job,
             lambda operation, algorithm: times.rounds(
-                operation, algorithm, target.place, target.host_count
+                operation, algorithm, target.place, members
             ).scaled(factors.latency, factors.transfer),
             target.racks,
         )
@@ -282,26 +283,41 @@ class Predictor:
             compute = replace(compute, update=compute.update / slowest)
         times = sample.collectives
         concurrent_slowdown = 1.0
-        if target.place.is_across_hosts and has_concurrent_collectives(target.strategy, options):
+        is_concurrent = has_concurrent_collectives(target.strategy, options)
+        if is_concurrent and target.place.is_across_hosts:
             # What runs of such a strategy take longer is due to collectives in progress at once.
             # Within a host these also copy more slowly, which a factor on all software describes.
             # If runs are faster than the model, the software of each collective is.
             concurrent_slowdown = max(software_factor, 1.0)
             software_factor = min(software_factor, 1.0)
-        communication = self._host.cores(target.workers_per_host)
+        communication = 1.0
         if sample.communication_error:
-            communication *= math.exp(self._communication_error * sample.communication_error)
+            communication = math.exp(self._communication_error * sample.communication_error)
+        per_host = -(-target.workers // target.host_count)
 
         def collective(operation: str, algorithm: str, size_bytes: float) -> CollectiveTime:
             spent = NO_TIME
             for level in levels_of(
                 operation, algorithm, target.workers, target.host_count, size_bytes, target.place
             ):
-                rounds = times.rounds(
-                    level.operation, level.algorithm, level.place, target.host_count
-                )
-                spent += rounds.scaled(factors.latency, factors.transfer).time(level.rounds)
-            return spent.scaled(communication, software_factor)
+                place = level.place
+                members = target.host_count if place.is_across_hosts else per_host
+                rounds = times.rounds(level.operation, level.algorithm, place, members)
+                rounds = rounds.scaled(factors.latency, factors.transfer)
+                # Of more workers per host than were measured.
+                measured = 1 if place.is_across_hosts else times.most_workers_of_host(place)
+                crowding = self._host.cores(per_host) / self._host.cores(min(per_host, measured))
+                time = rounds.time(level.rounds).scaled(crowding * communication)
+                if is_concurrent and not place.is_across_hosts:
+                    # Collectives of more workers share the cores already: what those in progress
+                    # at once take longer is that of two workers.
+                    few = times.rounds(level.operation, level.algorithm, place)
+                    few = few.scaled(factors.latency, factors.transfer)
+                    extra = few.time(level.rounds).scaled(communication)
+                    spent += time.with_software(extra, software_factor - 1)
+                else:
+                    spent += time.scaled(1.0, software_factor)
+            return spent
 
         return Job(
             target.strategy,
