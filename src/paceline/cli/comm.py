@@ -78,8 +78,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--pause",
         metavar="X",
         default="0",
-        help="seconds before each operation, or before each batch of up to 8 if it has at most 16"
-        " KiB, as after the computation of a step (default: 0)",
+        help="seconds before each operation, which is then timed alone, as after the computation of"
+        " a step (default: 0)",
     )
     output = parser.add_argument_group("Output")
     output.add_argument("--json", metavar="FILE", help="write the record with all samples")

@@ -42,9 +42,6 @@ BATCH_SECONDS = 0.005
 """Short operations are timed in batches of about this duration, because the barrier before each
 batch costs as much as an operation."""
 MAX_BATCH = 200
-PAUSED_BATCH, PAUSED_BATCH_BYTES = 8, 2**14
-"""Of operations up to this size after a pause: small operations of a step follow each other on
-cores that are awake. Batches of larger ones would use up the burst of a link."""
 MIN_REPEATS, MAX_REPEATS = 3, 50
 MIN_BUFFER_BYTES = 2**26
 """Larger than caches, so that copying it measures main memory."""
@@ -198,12 +195,9 @@ def _plan_timing(
     case: Case, operation: Operation, seconds: float, spec: BenchmarkSpec
 ) -> CaseTiming:
     """Batch size and repeats for an operation that took `seconds`."""
-    most = MAX_BATCH
-    if spec.pause_seconds:
-        most = PAUSED_BATCH if operation.tensor.nbytes <= PAUSED_BATCH_BYTES else 1
     batch = 1
-    if operation.can_batch:
-        batch = min(max(1, round(BATCH_SECONDS / max(seconds, 1e-9))), most)
+    if operation.can_batch and not spec.pause_seconds:
+        batch = min(max(1, round(BATCH_SECONDS / max(seconds, 1e-9))), MAX_BATCH)
     affordable = int(spec.seconds / max(seconds * batch + spec.pause_seconds, 1e-9))
     repeats = spec.repeats or min(max(MIN_REPEATS, affordable), MAX_REPEATS)
     return CaseTiming(case, operation.tensor.numel() * ELEMENT_BYTES, batch, repeats)

@@ -122,7 +122,7 @@ class BenchmarkSpec:
     link_bits_per_second: float | None
     """Nominal bandwidth of a machine's link in each direction; None: unknown."""
     pause_seconds: float = 0.0
-    """Before each operation, or batch of small ones; 0: without pauses, in batches."""
+    """Before each operation, which is then timed alone; 0: without pauses, in batches."""
     codecs: tuple[str, ...] = ()
     """Whose encoding and decoding is timed too."""
 

@@ -104,11 +104,10 @@ class CollectiveMeasurements:
             same = [each for each in candidates if (each.operation, each.algorithm) == wanted]
             if same:
                 nearest = min(_distance(each.link, place.link) for each in same)
-                by_workers = {
-                    each.workers: each
-                    for each in sorted(same, key=lambda each: each.workers)
-                    if _distance(each.link, place.link) == nearest
-                }
+                by_workers: dict[int, CollectiveTiming] = {}
+                for each in sorted(same, key=lambda each: each.workers):
+                    if _distance(each.link, place.link) == nearest:
+                        by_workers.setdefault(each.workers, each)
                 found = tuple(
                     Selected(
                         timing,
