@@ -16,9 +16,10 @@ from paceline.plan.collective_cost import (
     in_sequence,
     measured_round_trips,
 )
+from paceline.plan.collective_times import CollectiveMeasurements, CollectiveTimes, Place
 from paceline.plan.links import Link
 from paceline.plan.message_rounds import Rounds, rounds_of
-from tests.support.calibrations import timing
+from tests.support.calibrations import calibration, timing
 from tests.support.message_simulation import Network, simulated_seconds
 
 LATENCY, RATE = 1e-3, 1e8
@@ -145,6 +146,24 @@ def test_what_messages_do_not_explain_is_the_cost_of_the_call() -> None:
     root = RoundTimes.of(timing("all_reduce", "root", 2e-3, RATE), message_seconds=1e-3)
     few, many = (root.time(rounds_of("all_reduce", "root", each, 1)).seconds for each in (2, 10))
     assert many - few == pytest.approx(2 * 8 * MESSAGE_SHARE * 1e-3, rel=1e-3)
+
+
+def test_rounds_of_gloos_reduce_scatter_are_those_of_a_ring_of_messages() -> None:
+    """comm/torch_distributed.py replaces that of gloo by a ring, whose rounds take 0.4 ms here."""
+    link = Link(1e9)
+    timings = (
+        timing("send_recv", "library", 0.1e-3, RATE, link=link),
+        timing("all_reduce", "ring", 2 * 0.4e-3, RATE, link=link),
+        timing("reduce_scatter", "library", 0.6e-3, RATE, link=link),
+        timing("all_gather", "library", 0.6e-3, RATE, link=link),
+    )
+    place = Place("gloo", True, link)
+    times = CollectiveTimes(CollectiveMeasurements(calibration(collectives=timings)))
+    for operation, of_round in (("reduce_scatter", 0.4e-3), ("all_gather", 0.1e-3)):
+        rounds = times.rounds(operation, "library", place)
+        assert rounds.call_seconds == pytest.approx(0.6e-3 - of_round, rel=1e-3)
+        eight = rounds.time(rounds_of(operation, "library", 8, 64)).seconds
+        assert eight == pytest.approx(0.6e-3 + 6 * of_round, rel=1e-2)
 
 
 def test_one_disturbed_size_hardly_changes_the_line() -> None:

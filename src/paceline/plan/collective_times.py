@@ -41,6 +41,9 @@ RINGS = ("library", "ring")
 WITH_CALL = ("library", "root")
 """Algorithms with a cost of the call besides that of rounds; those of the others are calls."""
 ONE_WAY = ("send_recv", "library")
+RING_OF_CALLS = {"gloo": {("reduce_scatter", "library"): ("all_reduce", "ring")}}
+"""By backend: collectives whose rounds are those of another algorithm. Gloo's reduce-scatter is a
+whole all-reduce, so the communicator has its own (comm/torch_distributed.py)."""
 FEWEST = 2
 """Hosts of a collective, or workers of one host."""
 
@@ -62,7 +65,8 @@ class Selected:
     timing: CollectiveTiming
     round_trips: float
     message_seconds: float | None
-    """Of a small message on the same link, without the link; None if it was not measured."""
+    """Of a small message of its rounds on the same link, without the link; None if it was not
+    measured."""
     software_seconds_per_byte: float
     """Of the same collective within a host, which no link limits; 0 if it was not measured."""
 
@@ -121,6 +125,8 @@ class CollectiveMeasurements:
         return ()
 
     def _message_seconds(self, timing: CollectiveTiming) -> float | None:
+        collective = timing.operation, timing.algorithm
+        wanted = RING_OF_CALLS.get(timing.backend, {}).get(collective, ONE_WAY)
         by_workers = sorted(self._timings, key=lambda each: each.workers != timing.workers)
         for each in by_workers:
             is_same = (each.backend, each.hosts > 1, each.link) == (
@@ -128,7 +134,7 @@ class CollectiveMeasurements:
                 timing.hosts > 1,
                 timing.link,
             )
-            if each.operation == "send_recv" and is_same:
+            if (each.operation, each.algorithm) == wanted and is_same:
                 # The receiver first tells the sender that it is ready.
                 round_trip = each.link.round_trip_seconds if each.link else 0.0
                 return max(0.0, RoundTimes.of(each).latency_seconds - round_trip)
