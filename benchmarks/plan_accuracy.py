@@ -45,13 +45,15 @@ from time import monotonic
 import numpy as np
 
 from common.plan_measurements import (
+    LOCAL_BATCHES,
+    MODELS,
     STRATEGIES,
     WORKERS,
     Measurements,
     Measurer,
     calibration_names,
     held_out_names,
-    record_all_times,
+    prepare_replay,
 )
 from common.side_by_side import Batch, measure_side_by_side
 from paceline.plan.calibration import Calibration, MeasuredRun, parse
@@ -88,12 +90,7 @@ def measure(out: Measurements, options: argparse.Namespace) -> None:
         cpus = cpus or NODE_CPUS
     else:
         times = options.file.with_suffix(".times").absolute()
-        # Before anything else uses the cores.
-        record_all_times(times)
-        # Workers import the model that replays.
-        known = os.environ.get("PYTHONPATH")
-        here = str(Path(__file__).parent)
-        os.environ["PYTHONPATH"] = f"{here}{os.pathsep}{known}" if known else here
+        prepare_replay(times, MODELS, LOCAL_BATCHES)
     session = out.sessions + 1
     start = partial(Measurer, out, cpus=cpus, most_busy=options.busy, session=session, times=times)
     wanted = batches(out, options.only, options.repeats)

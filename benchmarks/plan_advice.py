@@ -1,7 +1,8 @@
 """Compares the recommendations of `paceline plan --advise` with exhaustive studies.
 
     python benchmarks/plan_advice.py [check [FILE]] [--cases]
-    python benchmarks/plan_advice.py measure FILE [--cpus X] [--only PATTERN] [--limit SECONDS]
+    python benchmarks/plan_advice.py measure FILE [--cpus X] [--replay] [--only PATTERN]
+                                         [--limit SECONDS]
 
 There are twelve cases: three models with 2 to 3 MB of gradients, links of 1 Gbit/s and 100 Mbit/s,
 4 and 8 nodes. `measure` (which needs root) measures in emulated clusters, whose nodes have --cpus
@@ -15,7 +16,8 @@ cores each, by default one:
 
 Each is a line of FILE, with the seconds that it took, without those of creating the cluster.
 Clusters run side by side as long as the machine has cores for them. What FILE has is not measured
-again: with --limit, all can be measured in several parts.
+again: with --limit, all can be measured in several parts. With --replay, nodes share all cores and
+wait as long as the model computes on one idle core, as in plan_accuracy.py.
 
 `check` makes the recommendation for each case from the first two kinds of lines, and compares the
 measured step time of the recommended configuration with the best measured one (default FILE: that
@@ -28,6 +30,7 @@ import argparse
 import dataclasses
 import itertools
 import math
+import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,7 +41,14 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from common.plan_measurements import BATCH_SIZE, Measurements, read_comm_record, run_settings
+from common.plan_measurements import (
+    BATCH_SIZE,
+    Measurements,
+    model_settings,
+    prepare_replay,
+    read_comm_record,
+    run_settings,
+)
 from common.side_by_side import Batch, measure_side_by_side
 from paceline.analysis.run import open_run
 from paceline.plan.advice import advise
@@ -94,11 +104,15 @@ def batches(out: Measurements, only: str) -> Iterator[Batch]:
 
 def measure(out: Measurements, options: argparse.Namespace) -> None:
     end = monotonic() + options.limit
-    start = partial(Measurer, out, cpus=options.cpus)
+    cpus, times = options.cpus, None
+    if options.replay:
+        cpus, times = None, options.file.with_suffix(".times").absolute()
+        prepare_replay(times, MODELS, LOCAL_BATCHES)
+    start = partial(Measurer, out, cpus=cpus, times=times)
     for is_study in (False, True):
         # The number of steps of a study follows from the calibrations.
         wanted = [each for each in batches(out, options.only) if (each.workers > 2) == is_study]
-        measure_side_by_side(wanted, options.cpus, end, start)
+        measure_side_by_side(wanted, cpus or float(os.cpu_count() or 1), end, start)
         out.read()
     if left := sum(len(batch.names) for batch in batches(out, options.only)):
         print(f"{left} are missing: start the command again")
@@ -107,8 +121,11 @@ def measure(out: Measurements, options: argparse.Namespace) -> None:
 class Measurer:
     """Makes the measurement of a name, and adds it to the file."""
 
-    def __init__(self, out: Measurements, runs: ShortRuns, cpus: float) -> None:
-        self._out, self._runs, self._cpus = out, runs, cpus
+    def __init__(
+        self, out: Measurements, runs: ShortRuns, cpus: float | None, times: Path | None
+    ) -> None:
+        """As plan_measurements.Measurer."""
+        self._out, self._runs, self._cpus, self._times = out, runs, cpus, times
         self._numbers = count()
         """Names of runs."""
         self._warm: set[str] = set()
@@ -206,7 +223,7 @@ class Measurer:
     ) -> tuple[Path, float]:
         """Return the folder of a run, and how long it took."""
         cluster = self._cluster(link, nodes)
-        job = {"model": model, **MODELS[model], **own}
+        job = {**model_settings(MODELS, model, self._times), **own}
         settings = run_settings(job, {"cluster": cluster}, batch, steps)
         if cluster not in self._warm:
             self._warm.add(cluster)
@@ -216,8 +233,9 @@ class Measurer:
         return run, monotonic() - began
 
     def _cluster(self, link: str, nodes: int) -> str:
+        cpus = "" if self._cpus is None else f",cpus={self._cpus:g}"
         shape = f",bandwidth={link}" if nodes > 1 else ""
-        return f"nodes={nodes},cpus={self._cpus:g}{shape}"
+        return f"nodes={nodes}{cpus}{shape}"
 
 
 def parse_configuration(text: str) -> tuple[str, dict[str, str]]:
@@ -332,6 +350,7 @@ def main() -> None:
     )
     parser.add_argument("command", nargs="?", choices=("measure", "check"), default="check")
     parser.add_argument("file", nargs="?", type=Path, metavar="FILE", default=RECORDED)
+    parser.add_argument("--replay", action="store_true", help="nodes wait instead of computing")
     parser.add_argument("--only", default="*", metavar="PATTERN", help="such as '1gbit/lenet/*'")
     parser.add_argument("--cpus", type=float, default=1.0, metavar="X", help="(default: 1)")
     parser.add_argument("--limit", type=float, default=math.inf, metavar="SECONDS")

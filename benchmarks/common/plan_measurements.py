@@ -200,14 +200,31 @@ def held_out_names(workers: int) -> Iterator[str]:
                 yield from (f"{link}/{model}/{workers}/{strategy}" for strategy in STRATEGIES)
 
 
-def record_all_times(folder: Path) -> None:
-    """Put compute times of all models into a folder, where they are missing."""
+def prepare_replay(folder: Path, models: Mapping[str, Any], batches: Sequence[int]) -> None:
+    """Put compute times of the models into a folder, where they are missing, and let workers import
+    the model that replays them.
+
+    Before anything else uses the cores.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    for model, job in MODELS.items():
+    for model, job in models.items():
         if not (file := folder / f"{model}.json").exists():
             options = {key: float(value) for key, value in job["model_options"].items()}
             shape = SAMPLE_SHAPES[job.get("data", "digits")]
-            record_times(file, model, options, shape, CLASSES, LOCAL_BATCHES)
+            record_times(file, model, options, shape, CLASSES, batches)
+    known = os.environ.get("PYTHONPATH")
+    here = str(Path(__file__).parents[1])
+    os.environ["PYTHONPATH"] = f"{here}{os.pathsep}{known}" if known else here
+
+
+def model_settings(
+    models: Mapping[str, Mapping[str, Any]], model: str, times: Path | None
+) -> dict[str, Any]:
+    """Settings of a job; with `times`, the folder of `prepare_replay`, it waits for these times."""
+    job = {"model": model, **models[model]}
+    if times is None:
+        return job
+    return {**job, "model": REPLAYED, "model_options": {"times": str(times / f"{model}.json")}}
 
 
 class Measurer:
@@ -226,7 +243,7 @@ class Measurer:
         unless nodes have cores of their own.
 
         Without `cpus`, nodes share all cores. With `times`, models replay the compute times that
-        `record_all_times` put into that folder.
+        `prepare_replay` put into that folder.
         """
         self._out, self._runs, self._cpus, self._session = out, runs, cpus, session
         self._times = times
@@ -272,7 +289,7 @@ class Measurer:
             run.rename(runs / run.name)
         found = calibrate([str(runs)])
         if link == ONE_HOST:
-            job = {**self._model(model), "strategy": "single"}
+            job = {**model_settings(MODELS, model, self._times), "strategy": "single"}
             settings = run_settings(job, {}, min(LOCAL_BATCHES), steps)
             most = min(max(WORKERS), os.cpu_count() or 1)
             points = measure_side_by_side(self._runs, folder / "side-by-side", settings, most)
@@ -312,7 +329,7 @@ class Measurer:
         batch: int,
         steps: int,
     ) -> Path:
-        job = {**self._model(model), **own}
+        job = {**model_settings(MODELS, model, self._times), **own}
         settings = run_settings(job, self._machines(link, workers), batch, steps)
         attempts: list[tuple[float, Path]] = []
         while len(attempts) < self._attempts:
@@ -321,13 +338,6 @@ class Measurer:
             if attempts[-1][0] <= self._most_busy:
                 break
         return min(attempts)[1]
-
-    def _model(self, model: str) -> dict[str, Any]:
-        job = {"model": model, **MODELS[model]}
-        if self._times is None:
-            return job
-        file = self._times / f"{model}.json"
-        return {**job, "model": REPLAYED, "model_options": {"times": str(file)}}
 
     def _machines(self, link: str, workers: int) -> dict[str, Any]:
         if link == ONE_HOST:
