@@ -6,7 +6,7 @@ The groups are created directly from a store and an address.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -75,15 +75,23 @@ def starting_gloo(address: str) -> Iterator[None]:
         yield
     # Only Linux has this policy, which needs no permission.
     policy = getattr(os, "SCHED_BATCH", None)
-    started = sorted(_threads() - others)
-    if policy is None or not started:
+    polling = _polling_thread(sorted(_threads() - others))
+    if policy is None or polling is None:
         return
     with suppress(OSError):  # the thread has ended
-        names = [(TASKS / str(thread) / "comm").read_text().strip() for thread in started]
-        # Gloo starts it first, and only new versions of gloo give it a name.
-        polling = started[names.index(POLLING_THREAD) if POLLING_THREAD in names else 0]
         if os.sched_getscheduler(polling) == os.SCHED_OTHER:
             os.sched_setscheduler(polling, policy, os.sched_param(0))
+
+
+def _polling_thread(started: Sequence[int]) -> int | None:
+    """Of threads that were started, in their order, the one in which gloo polls."""
+    names = {}
+    for thread in started:
+        with suppress(OSError):  # it has ended
+            names[thread] = (TASKS / str(thread) / "comm").read_text().strip()
+    named = [thread for thread, name in names.items() if name == POLLING_THREAD]
+    # Gloo starts it first, and only new versions of gloo give it a name.
+    return next(iter(named or names), None)
 
 
 def _threads() -> set[int]:
