@@ -289,10 +289,13 @@ class Measurer:
             run.rename(runs / run.name)
         found = calibrate([str(runs)])
         if link == ONE_HOST:
-            job = {**model_settings(MODELS, model, self._times), "strategy": "single"}
-            settings = run_settings(job, {}, min(LOCAL_BATCHES), steps)
-            most = min(max(WORKERS), os.cpu_count() or 1)
-            points = measure_side_by_side(self._runs, folder / "side-by-side", settings, most)
+            settings = run_settings(
+                model_settings(MODELS, model, self._times), {}, min(LOCAL_BATCHES), steps
+            )
+            (alone,) = (one.seconds for one in found.compute if one.samples == min(LOCAL_BATCHES))
+            points = measure_side_by_side(
+                self._runs, folder / "all", settings, alone, max(WORKERS), os.cpu_count() or 1
+            )
             found = dataclasses.replace(found, side_by_side=tuple(points))
         busy = [other_processes_share(run) or 0.0 for run in collect(runs).runs]
         return {

@@ -16,6 +16,7 @@ from paceline.plan.links import Link
 from paceline.plan.option_variants import EXACT_STRATEGIES, option_variants
 from paceline.plan.prediction import Predictor
 from paceline.plan.target import Target
+from paceline.report.wording.plan import recommendation_text, runner_up_texts
 from tests.support.calibrations import LINK, calibration
 
 WORKERS = (1, 2, 4, 8)
@@ -84,6 +85,42 @@ def test_a_codec_that_was_asked_for_is_recommended() -> None:
     assert "-o codec=bf16" in found.command
 
 
+def test_a_codec_that_was_asked_for_is_not_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither by strategies without codecs, nor because others compute what one worker does."""
+    path, out = tmp_path / "calibration.json", tmp_path / "plan.json"
+    with_codec(1e-9).write(path)
+    wanted = ["--workers=1,8", "--link=100mbit", "--batch-size=512", "-o", "codec=bf16"]
+    assert main(["plan", str(path), *wanted, "--advise", f"--json={out}"]) == 0
+    advice = json.loads(out.read_text())["advice"]
+    assert advice["best"]["options"] == {"codec": "bf16"}
+    assert "-o codec=bf16" in advice["command"]
+    for other in advice["runners_up"]:
+        assert other["workers"] == 1 or other["options"] == {"codec": "bf16"}
+
+
+def test_workers_without_a_sample_are_no_candidates() -> None:
+    few = [Target("ring", workers, 4, link=Link(100e9)) for workers in (2, 8)]
+    found = advise(calibration(), few)
+    assert found.best.target.workers == 2
+    assert found.runners_up == []
+
+
+def test_options_that_are_hardly_faster_are_as_fast() -> None:
+    """The default is recommended, and nothing takes negative time more."""
+    found = advise(calibration(), targets())
+    other = found.best
+    texts = runner_up_texts(replace(found, runners_up=[(other, -0.03), (other, 0.12)]))
+    assert texts[0].startswith("as much time: ")
+    assert texts[1].startswith("12% more time: ")
+
+
+def test_the_recommendation_names_the_link() -> None:
+    target = Target("ring", 8, 64, link=Link(1e9, 1e-4))
+    assert "batch 64, link 1gbit,100us: " in recommendation_text(advise(calibration(), [target]))
+
+
 def test_bucket_sizes_below_the_size_of_the_model_are_compared() -> None:
     known = calibration()  # 4.2 MiB
     variants = [dict(each) for each in option_variants(known, Target("ddp", 8, 64, link=LINK))]
@@ -96,6 +133,25 @@ def test_the_command_repeats_the_settings_of_the_runs() -> None:
     settings = {"data": "mnist", "model_options": {"width": "2"}, "optimizer": "adamw"}
     words = command(replace(calibration(), settings=settings), Target("ring", 2, 64))
     assert "--model lenet --data mnist --model-options width=2 --optimizer adamw" in words
+
+
+def test_the_command_has_the_cluster_with_the_link_of_the_target() -> None:
+    clusters = ("cpus=1,bandwidth=1gbit", "cpus=1,bandwidth=100mbit,latency=1ms")
+    known = replace(calibration(), clusters=clusters)
+    slow, other = (
+        command(known, Target("ring", 4, 64, link=link)) for link in (Link(1e8, 1e-3), Link(1e10))
+    )
+    assert "--cluster nodes=4,cpus=1,bandwidth=100mbit,latency=1ms" in slow
+    assert "--cluster" not in other
+    assert "--nnodes 4" in other
+
+
+def test_the_command_has_the_communicator_of_the_runs() -> None:
+    for backend, strategy, has_flag in (
+        ("gloo", "ring", False), ("shm", "ring", True), ("shm", "shared", False),
+    ):  # fmt: skip
+        target = Target(strategy, 2, 64, backend=backend)
+        assert ("--communicator hierarchical" in command(calibration(), target)) is has_flag
 
 
 def test_the_command_has_flags_that_exist() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ import pytest
 from paceline.errors import RecordsError
 from paceline.plan.calibration import (
     Calibration,
-    Contention,
+    CodecTiming,
     MeasuredRun,
+    SideBySide,
+    SizePoint,
 )
+from paceline.plan.learning import Learning
 from paceline.plan.links import Link, parse_link
 from tests.support.calibrations import calibration
 
@@ -22,11 +26,20 @@ def complete() -> Calibration:
     """Every field has a value that differs from its default."""
     run = MeasuredRun(
         "ddp", {"bucket_mib": "4"}, "gloo", 2, 2, Link(1e9, 1e-3), 32, 0.1,
-        {"forward": 0.05, "backward": 0.05}, 0.01, 0.02, "runs/two",
+        {"forward": 0.05, "backward": 0.05}, 0.01, 0.02, "runs/two", 63,
     )  # fmt: skip
     values = {
         **{name: getattr(calibration(), name) for name in Calibration.__slots__},
-        "contention": Contention(1.2, 1.1, 0.5),
+        "codec_timings": (CodecTiming("bf16", 2, (SizePoint(4, (0.1,)),), has_matrices=False),),
+        "cores_per_worker": 0.5,
+        "side_by_side": (SideBySide(1, (0.1,)),),
+        "learning": Learning(32.0, 64),
+        "has_tensor_sizes": False,
+        "script": "train.py",
+        "script_words": {"32": ("train.py", "--batch", "32")},
+        "other_processes_share": 0.1,
+        "clusters": ("cpus=0.5,bandwidth=1gbit",),
+        "settings": {"optimizer": "adam"},
         "runs": (run,),
         "optimizer_state_bytes": 1000,
         "activation_bytes_per_sample": 5e3,
@@ -37,6 +50,9 @@ def complete() -> Calibration:
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    for each in fields(Calibration):
+        default = each.default if each.default_factory is MISSING else each.default_factory()
+        assert getattr(complete(), each.name) != default, each.name
     path = tmp_path / "calibration.json"
     complete().write(path)
     assert Calibration.read(path) == complete()
@@ -44,10 +60,23 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
 
 def test_optional_fields_may_be_missing() -> None:
     record = json.loads(json.dumps(calibration().to_dict()))
-    for name in ("contention", "runs", "software", "has_ready_times"):
+    for name in ("cores_per_worker", "runs", "software", "has_ready_times"):
         del record[name]
     assert Calibration.from_dict(record) == calibration()
     assert Calibration.from_dict({**record, "codecs": []}) == calibration()
+
+
+def test_fields_of_earlier_calibrations_are_read() -> None:
+    record = json.loads(json.dumps(calibration().to_dict()))
+    contention = {"compute_slowdown": 1.0, "communication_slowdown": 1.0, "cores_per_worker": 0.5}
+    found = Calibration.from_dict({**record, "contention": contention, "cluster": "cpus=1"})
+    assert (found.cores_per_worker, found.clusters) == (0.5, ("cpus=1",))
+
+
+RUN = {
+    "strategy": "ring", "options": {}, "backend": "gloo", "workers": 2, "hosts": 2, "link": None,
+    "samples": 32, "step_seconds": 0.1, "phases": {},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -62,6 +91,8 @@ def test_optional_fields_may_be_missing() -> None:
         ({"residuals": [[None]]}, "None is not a finite number"),
         ({"speed": 3}, "Calibration has no speed"),
         ({"compute": [{"samples": 4, "phases": {"forward": 1.0}}]}, "must have the phases input"),
+        ({"runs": [{**RUN, "workers": 0}]}, "runs must have workers, hosts, samples and"),
+        ({"runs": [{**RUN, "step_seconds": 0.0}]}, "runs must have workers, hosts, samples and"),
     ],
 )
 def test_damage_is_one_line_that_names_the_file(change: dict[str, Any], message: str) -> None:

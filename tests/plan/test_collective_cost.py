@@ -12,6 +12,7 @@ from paceline.comm.cost import Network as CostNetwork
 from paceline.plan.calibration import CollectiveTiming, SizePoint
 from paceline.plan.collective_cost import (
     MESSAGE_SHARE,
+    CollectiveTime,
     RoundTimes,
     in_sequence,
     measured_round_trips,
@@ -120,6 +121,14 @@ def test_collectives_share_a_burst_unless_the_link_rests() -> None:
     assert second.seconds == pytest.approx(1e-3 + 2**20 / RATE - 1e-3)
     _, rested = in_sequence([one, one], ready=[0.0, 1.0])
     assert rested.seconds == pytest.approx(one.seconds)
+
+
+def test_the_link_rests_once_while_a_codec_encodes() -> None:
+    """It recovers before the first of two rounds, but not between them."""
+    time = CollectiveTime(
+        0.0, 0.0, codec_seconds=10.0, transfer_seconds=2.0, burst_seconds=0.5, rounds=2
+    )
+    assert time.seconds == pytest.approx(10.0 + 2.0 - 0.5)
 
 
 def test_each_direction_of_a_link_has_its_burst() -> None:

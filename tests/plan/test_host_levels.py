@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from paceline.comm.algorithms import ALGORITHMS
-from paceline.plan.calibration import Contention
 from paceline.plan.collective_cost import RoundTimes
 from paceline.plan.collective_times import Place
 from paceline.plan.host_levels import Level, levels_of
@@ -113,12 +112,15 @@ def test_link_bytes_are_those_of_the_link_of_a_host() -> None:
         return predictor.predict(target).link_bytes
 
     assert moved("ring", 4) == moved("ring", 8) == pytest.approx(2 * 7 / 8 * size)
-    assert moved("gather_scatter", 8) == pytest.approx(2 * 7 * size)
-    assert moved("gather_scatter", 4) == pytest.approx(2 * 6 * size)
+    # The root receives from the others, and sends to them.
+    assert moved("gather_scatter", 8) == pytest.approx(7 * size)
+    assert moved("gather_scatter", 4) == pytest.approx(6 * size)
+    assert moved("tree", 8) == pytest.approx(3 * size)
+    assert moved("parameter_server", 8) == pytest.approx(7 * size)
 
 
 def test_workers_of_several_hosts_share_the_cores_of_their_host() -> None:
-    two = replace(calibration(), contention=Contention(cores_per_worker=2.0))
+    two = replace(calibration(), cores_per_worker=2.0)
     one_each, two_each = (
         Predictor(two).predict(Target("ring", 4, 256, hosts=hosts, link=LINK)).step_seconds.median
         for hosts in (4, 2)

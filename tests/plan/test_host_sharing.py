@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import RecordsError
+from paceline.plan import host_sharing
 from paceline.plan.calibration import (
     Calibration,
-    Contention,
     MeasuredRun,
     SideBySide,
     SizePoint,
@@ -30,7 +30,7 @@ def measured(cores: int = 64) -> Calibration:
     return replace(
         calibration(collectives=WITHIN_HOST),
         hardware=hardware,
-        contention=Contention(cores_per_worker=1.0),
+        cores_per_worker=1.0,
         side_by_side=POINTS,
     )
 
@@ -48,6 +48,49 @@ def test_workers_beyond_the_cores_take_turns() -> None:
     host = HostSharing(measured(cores=4))
     assert host.compute(8) == pytest.approx(2 * 1.5)
     assert [host.cores(workers) for workers in (2, 4, 8)] == [1.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize(("workers", "slowdown"), [(2, 1.1), (3, 1.5 * 1.3), (4, 3.0), (8, 6.0)])
+def test_what_turns_cost_besides_is_measured_beyond_the_cores_too(
+    workers: int, slowdown: float
+) -> None:
+    """On two cores, two workers take 1.1 times as long each, four 1.5 times as long as in turns."""
+    points = (*POINTS[:2], SideBySide(4, (0.03,) * 4))
+    host = HostSharing(replace(measured(cores=2), side_by_side=points))
+    assert host.compute(workers) == pytest.approx(slowdown)
+
+
+def test_a_step_ends_late_if_the_last_turns_do_not_fill_the_cores() -> None:
+    """Three workers of 2 ms on two cores take 3 ms with equal shares, 4 ms in whole turns."""
+    host = HostSharing(replace(measured(cores=2), side_by_side=()))
+    assert host.late_seconds(3, 3e-3) == pytest.approx(1e-3)
+    # The kernel does not let a worker wait for longer.
+    assert host.late_seconds(3, 1.0) == pytest.approx(4e-3)
+    assert host.late_seconds(3, 3e-3, steps=8) == pytest.approx(4e-3 / 8)
+    assert [host.late_seconds(workers, 3e-3) for workers in (1, 2, 4, 8)] == [0.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "late"),
+    [
+        ("ring", {}, 4e-3),
+        ("local_sgd", {"every": "16"}, 4e-3 / 16),
+        ("parameter_server", {"mode": "async"}, 0.0),
+    ],
+)
+def test_steps_that_end_together_end_late(
+    strategy: str, options: dict[str, str], late: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three workers compute for 39 ms on two cores."""
+    known = replace(measured(cores=2), side_by_side=())
+    target = Target(strategy, 3, 48, options)
+
+    def seconds() -> float:
+        return Predictor(known, samples=1).typical_step_seconds(target)
+
+    found = seconds()
+    monkeypatch.setattr(host_sharing, "SLICE_SECONDS", 0.0)
+    assert found - seconds() == pytest.approx(late)
 
 
 def test_faster_workers_side_by_side_are_noise() -> None:
@@ -78,7 +121,7 @@ def with_collectives_of(workers: int, factor: float, cores: int = 64) -> Calibra
     return replace(
         calibration(collectives=[few, many]),
         hardware={"cpu": "a CPU", "cores": cores},
-        contention=Contention(cores_per_worker=1.0),
+        cores_per_worker=1.0,
     )
 
 
@@ -115,7 +158,8 @@ def exchange_seconds(known: Calibration, strategy: str, workers: int) -> float:
     predictor = Predictor(known, samples=1)
     step = predictor.typical_step_seconds(Target(strategy, workers, 16 * workers))
     # Workers beyond the cores take turns.
-    return step - 0.026 * max(1.0, workers / float(known.hardware["cores"]))
+    compute = 0.026 * max(1.0, workers / float(known.hardware["cores"]))
+    return step - compute - HostSharing(known).late_seconds(workers, compute)
 
 
 def test_workers_on_hosts_of_their_own_are_not_slowed() -> None:

@@ -32,7 +32,7 @@ def test_a_job_is_measured_and_planned(tmp_path: Path, monkeypatch: pytest.Monke
     assert {each.workers for each in found.collectives} == {2, 4}
     assert {each.codec for each in found.codec_timings} == {"bf16"}
     assert [(each.workers, len(each.step_seconds)) for each in found.side_by_side] == [
-        (1, 1), (2, 2),
+        (1, 1), (2, 2), (4, 4),
     ]  # fmt: skip
     assert not [*out.glob("side-by-side*")]
 
@@ -53,6 +53,23 @@ def test_collectives_are_measured_with_as_many_workers_as_cores_and_as_planned(
     most_workers: int, cores: int, workers: list[int]
 ) -> None:
     assert measurement.comm_workers(most_workers, cores) == workers
+
+
+@pytest.mark.parametrize(
+    ("most_workers", "at_once", "workers"),
+    [
+        (1, 8, [1]),
+        (2, 8, [1, 2]),
+        (8, 2, [1, 2, 8]),
+        (3, 2, [1, 2, 3]),
+        (12, 64, [1, 2, 4, 8, 12]),
+        (1000, 64, [1, 2, 4, 8, 16]),
+    ],
+)
+def test_compute_is_measured_with_as_many_workers_as_cores_and_as_planned(
+    most_workers: int, at_once: int, workers: list[int]
+) -> None:
+    assert measurement.side_by_side_workers(most_workers, at_once) == workers
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from paceline.errors import MissingMeasurementError
+from paceline.errors import MissingMeasurementError, NoPredictionError
 from paceline.plan import prediction
-from paceline.plan.calibration import Contention, MeasuredRun
+from paceline.plan.calibration import MeasuredRun
+from paceline.plan.cluster_simulation import Racks
 from paceline.plan.compute_times import ComputeTimes, deviation_of_runs
 from paceline.plan.corrections import Correction, shrunk_correction
 from paceline.plan.links import Link
@@ -247,7 +248,7 @@ def test_runs_on_one_host_reproduce_themselves() -> None:
     run = MeasuredRun("ring", {}, "gloo", 2, 1, None, 32, step, phases)
     shared = replace(
         calibration(collectives=[timing("all_reduce", "ring", 1e-3, 100e6, link=None)]),
-        contention=Contention(cores_per_worker=2.0),
+        cores_per_worker=2.0,
         runs=(run,),
     )
     found = Predictor(shared, samples=3).predict(Target("ring", 2, 64))
@@ -301,6 +302,52 @@ def test_predictions_outside_of_the_measurements_say_so(target: Target, reason: 
     found = Predictor(calibration(), samples=3).predict(target)
     assert found.to_dict()["extrapolated"] is (reason is not None)
     assert reason is None or reason in found.extrapolated[0]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "bytes_of_weights"),
+    [
+        # Weights, gradients and momentum.
+        ("ring", 3.0),
+        ("local_sgd", 3.0),
+        # A quarter of the momentum.
+        ("sharded", 2.25),
+        # Buckets of gradients are a copy.
+        ("ddp", 4.0),
+        # The servers update.
+        ("parameter_server", 2.0),
+        # One copy of the weights and of the momentum for all four.
+        ("shared", 1.5),
+        # A quarter of everything, and the weights and gradients of the largest layer.
+        ("fsdp", 0.75 + 2 * 4_004_000 / 4_404_000),
+    ],
+)
+def test_memory_is_that_of_the_strategy(strategy: str, bytes_of_weights: float) -> None:
+    sizes = (400_000, 4_000_000, 4_000)
+    within = [
+        timing("all_reduce", "ring", 1e-3, 1e8, link=None, backend=each) for each in ("gloo", "shm")
+    ]
+    weights = sum(sizes)
+    known = replace(
+        calibration(sizes, within), activation_bytes_per_sample=1e3, optimizer_state_bytes=weights
+    )
+    backend = "shm" if strategy == "shared" else "gloo"
+    found = Predictor(known, samples=1).predict(Target(strategy, 4, 64, backend=backend))
+    assert found.memory_bytes == pytest.approx(bytes_of_weights * weights + 16 * 1e3)
+
+
+def test_impossible_targets_are_rejected() -> None:
+    predictor = Predictor(calibration(), samples=1)
+    for target, message in (
+        (Target("ring", 8, 4, link=LINK), "a batch of 4 has no sample for some of 8 workers"),
+        (Target("ring", 3, 64, hosts=2, link=LINK), "3 workers cannot share 2 hosts equally"),
+        (Target("ring", 4, 64, hosts=2, link=LINK, backend="hierarchical", racks=Racks(1, 2.0)),
+         "--racks: no plan for --communicator hierarchical"),
+    ):  # fmt: skip
+        with pytest.raises(NoPredictionError, match=message):
+            predictor.predict(target)
+        with pytest.raises(NoPredictionError, match=message):
+            predictor.typical_step_seconds(target)
 
 
 def test_what_was_not_measured_is_named() -> None:

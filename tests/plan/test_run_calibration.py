@@ -303,7 +303,19 @@ def test_strategies_that_cannot_be_planned_are_skipped_with_a_note(
         (["{root}/missing"], "missing does not exist: give a run"),
         (["{root}/one-16"], "compute time with other batches than 16 samples per worker is not"),
         (["{root}/comm.json"], "cannot plan: there is no run: add one with one worker"),
-        (["{root}/one-16/result.json"], "neither a record of `paceline comm` nor a calibration"),
+        (["{root}/one-16/result.json"], "is not a record of `paceline comm`: give runs and"),
+        (
+            ["{root}", "--hosts", "2", "--workers", "3"],
+            "3 workers cannot share 2 hosts equally: choose a multiple of --hosts",
+        ),
+        (
+            ["{root}", "--racks", "4:2", "--hosts", "1", "--workers", "4"],
+            "--racks: all workers are on one host: add --link or --hosts",
+        ),
+        (
+            ["{root}", "--racks", "4:2", "--workers", "4", "-o", "codec=bf16"],
+            "--racks: no plan with codecs: omit one of them",
+        ),
     ],
 )
 def test_invalid_requests_are_one_line(
@@ -352,6 +364,124 @@ def test_held_out_runs_are_compared_with_their_predictions(
     write(tmp_path / "models", "other", 2, 64, strategy="ring", model="vgg11")
     assert main([*arguments, str(tmp_path / "models")]) == 2
     assert "give --against runs of the same model" in capsys.readouterr().err
+
+
+def test_held_out_runs_with_other_settings_are_rejected(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def error_of(name: str, **settings: Any) -> str:
+        write(tmp_path / name, "four", 4, 64, strategy="ring", **settings)
+        assert main(["plan", str(root), "--against", str(tmp_path / name)]) == 2
+        return capsys.readouterr().err
+
+    expected = "the defaults: give --against runs with the same settings"
+    assert f"different settings: --data mnist and {expected}" in error_of("data", data="mnist")
+    assert f"--optimizer adam and {expected}" in error_of("optimizer", optimizer="adam")
+
+
+def test_a_calibration_of_another_model_is_rejected(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "calibration.json"
+    calibrate([str(root)]).write(file)
+    assert main(["plan", str(file), "--model", "vgg11"]) == 2
+    assert f"--model vgg11: {file} is a calibration of lenet" in capsys.readouterr().err
+    assert main(["plan", str(file), "--model", "lenet"]) == 0
+
+
+def test_comm_records_of_another_machine_are_rejected(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cpu = json.loads((root / "one-16" / "result.json").read_text())["hardware"]["cpu"]
+    path = root / "comm.json"
+    for own, code in ((cpu, 0), ("another CPU", 2)):
+        write_json(path, {**json.loads(path.read_text()), "hardware": {"cpu": own}})
+        assert main(["plan", str(root)]) == code
+    assert "cannot plan from different machines: " in capsys.readouterr().err
+
+
+def test_several_records_of_the_same_collectives_count_together(root: Path) -> None:
+    (before,) = (each for each in calibrate([str(root)]).collectives if each.algorithm == "ring")
+    comm_record(root / "comm-again.json")
+    (found,) = (each for each in calibrate([str(root)]).collectives if each.algorithm == "ring")
+    assert [point.size_bytes for point in found.points] == [
+        point.size_bytes for point in before.points
+    ]
+    assert {len(point.seconds) for point in found.points} == {10}
+    # Those of another number of workers stay apart.
+    comm_record(root / "comm-three.json", workers=3, nodes=3)
+    rings = [each for each in calibrate([str(root)]).collectives if each.algorithm == "ring"]
+    assert [each.workers for each in rings] == [2, 3]
+
+
+def test_sizes_that_a_run_tuned_itself_are_not_repeated(root: Path, tmp_path: Path) -> None:
+    write(root, "ready", 2, 64, strategy="overlap", options={"bucket_mib": "measured"})
+    out = tmp_path / "plan.json"
+    arguments = ["plan", str(root), "--workers=4", "--strategy=overlap", f"--json={out}"]
+    assert main(arguments) == 0
+    (overlap,) = json.loads(out.read_text())["predictions"]
+    assert overlap["options"] == {}
+
+
+def test_uneven_shares_count_by_their_batch(root: Path, tmp_path: Path) -> None:
+    """Three workers of a batch of 100 have 34, 33 and 33 samples."""
+    write(root, "three", 3, 100, strategy="ring")
+    (found,) = (run for run in calibrate([str(root)]).runs if run.workers == 3)
+    assert (found.samples, found.global_samples) == (34, 100)
+    out = tmp_path / "plan.json"
+    assert main(["plan", str(root), "--workers=2", f"--json={out}"]) == 0
+    assert json.loads(out.read_text())["predictions"][0]["batch_size"] == 100
+
+
+def test_the_threads_of_the_runs_are_repeated(tmp_path: Path) -> None:
+    write(tmp_path, "run", 1, 64, threads=1)
+    assert calibrate([str(tmp_path)]).settings == {"threads": 1}
+
+
+@pytest.fixture
+def real_hosts(tmp_path: Path) -> Path:
+    """Two hosts with two workers each, without an emulated cluster."""
+    root = tmp_path / "real"
+    write(root, "one-16", 1, 16, cluster=None)
+    write(root, "one-64", 1, 64, cluster=None)
+    write(root, "four", 4, 64, strategy="ring", cluster=None, nnodes=2, nproc_per_node=2)
+    record = json.loads(comm_record(root / "comm.json").read_text())
+    record["cluster"] = None
+    write_json(root / "comm.json", record)
+    return root
+
+
+def test_plans_have_as_many_workers_per_host_as_the_runs(real_hosts: Path, tmp_path: Path) -> None:
+    def hosts(*more: str) -> list[int]:
+        out = tmp_path / "plan.json"
+        arguments = ["--workers=1,2,4,6,8", "--strategy=ring", f"--json={out}", *more]
+        assert main(["plan", str(real_hosts), *arguments]) == 0
+        return [each["hosts"] for each in json.loads(out.read_text())["predictions"]]
+
+    assert hosts("--workers=4,6,8") == [2, 3, 4]
+    assert hosts("--workers=4,8", "--hosts=2") == [2, 2]
+    assert hosts("--workers=4,8", "--link=10gbit") == [4, 8]
+
+
+def test_the_link_of_real_hosts_is_that_of_comm_records(real_hosts: Path) -> None:
+    (run,) = calibrate([str(real_hosts)]).runs
+    assert (run.hosts, run.link) == (2, None)
+    record = json.loads((real_hosts / "comm.json").read_text())
+    record["plan"] = {"link_bits_per_second": 1e10}
+    write_json(real_hosts / "comm.json", record)
+    found = calibrate([str(real_hosts)])
+    assert [one.link for one in found.runs] == [Link(1e10)]
+    assert found.links() == [Link(1e10)]
+
+
+def test_times_without_a_link_say_nothing_about_a_link(real_hosts: Path, tmp_path: Path) -> None:
+    """They are those of the nominal link, and marked."""
+    out = tmp_path / "plan.json"
+    arguments = ["--workers=4", "--strategy=ring", "--link=100mbit", f"--json={out}"]
+    assert main(["plan", str(real_hosts), *arguments]) == 0
+    (found,) = json.loads(out.read_text())["predictions"]
+    assert found["step_seconds"]["median"] > 1.5 * sum(SIZES) / 12.5e6
+    assert found["extrapolated_because"] == ["collectives on link 100mbit, measured none"]
 
 
 def test_other_processes_during_the_runs_are_noted(root: Path) -> None:
@@ -408,7 +538,7 @@ def test_collectives_that_were_not_measured_are_named(
         ("[1, 2]", "is not a paceline record: it has no schema number"),
         ('{"loss": 1.0}', "is not a paceline record: it has no schema number"),
         ("loss 1.0", "is damaged: it is not JSON"),
-        (f'{{"schema": {SCHEMA}, "kind": "plan"}}', "neither a record of `paceline comm` nor a"),
+        (f'{{"schema": {SCHEMA}, "kind": "plan"}}', "is not a record of `paceline comm`: give"),
     ],
 )
 def test_foreign_records_are_one_line(

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from paceline.errors import UsageError
-from paceline.plan.calibration import Contention, Gradient
+from paceline.plan.calibration import Gradient
 from paceline.plan.collective_cost import CollectiveTime
 from paceline.plan.job import Compute, Job
 from paceline.plan.overlap_simulation import Transfer, simulate_overlap
@@ -87,14 +87,6 @@ def test_round_trips_of_two_collectives_overlap() -> None:
     # With short round trips the link is never idle.
     transfers = [Transfer(0.0, CollectiveTime(0.5, 1.0))] * 4
     assert simulate_overlap(0.0, transfers, threads=2).end == pytest.approx(4.0)
-
-
-def test_contention_slows_compute_and_communication_that_overlap() -> None:
-    slow = Contention(compute_slowdown=2.0, communication_slowdown=4.0)
-    times = simulate_overlap(1.0, [Transfer(0.5, CollectiveTime(0.0, 1.0))], contention=slow)
-    # Half a second alone, one at half speed, in which a quarter of the transfer is done.
-    assert times.backward == pytest.approx(1.5)
-    assert times.end == pytest.approx(1.5 + 0.75)
 
 
 def test_one_worker_does_not_communicate() -> None:

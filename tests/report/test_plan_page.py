@@ -47,7 +47,7 @@ def test_reasons_to_extrapolate_are_one_note_for_all_workers(
     for note in (
         "extrapolated: 16, 64 workers, measured 2",
         "extrapolated: 1, 4 samples per worker, measured 16 to 64",
-        "extrapolated: link 2gbit, measured 1gbit",
+        "extrapolated: collectives on link 2gbit, measured 1gbit",
     ):
         assert f"* {note}\n" in printed
         assert f"<li>{note}</li>" in text

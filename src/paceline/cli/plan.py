@@ -53,7 +53,7 @@ def _add_measurements(parser: argparse.ArgumentParser) -> None:
         "paths",
         metavar="PATH",
         nargs="*",
-        help="runs, folders of runs, studies, files of `paceline comm --json`, or a calibration"
+        help="runs, folders of runs, studies, or files of `paceline comm --json`"
         " (default: measure --model in short runs, for about a minute)",
     )
     parser.add_argument(
@@ -79,7 +79,8 @@ def _add_predictions(wanted: argparse._ArgumentGroup) -> None:
     wanted.add_argument(
         "--hosts",
         metavar="N",
-        help="hosts that the workers are on (default: one per worker with --link, else one)",
+        help="hosts that the workers are on (default: one per worker with --link, else with as many"
+        " workers each as in the runs)",
     )
     wanted.add_argument(
         "--link",

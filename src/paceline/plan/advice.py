@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from paceline.config import to_argv
+from paceline.config import cluster_spec, to_argv
 from paceline.errors import NoPredictionError
 from paceline.plan.batch_size import BatchAdvice, advise_batch, batch_sizes
 from paceline.plan.calibration import Calibration
+from paceline.plan.links import Link, link_of_cluster
 from paceline.plan.option_variants import is_exact, option_variants
 from paceline.plan.prediction import Prediction, Predictor
 from paceline.plan.target import Target
@@ -84,14 +86,16 @@ class _Scan:
         self.found += added
         return added
 
-    def ranked(self) -> list[Candidate]:
-        """The best first; without codecs, unless there are no others."""
-        if not self.found:
+    def ranked(self, *, has_codecs: bool) -> list[Candidate]:
+        """The best first."""
+        found = [
+            each for each in self.found if has_codecs or is_exact(each.prediction.target.options)
+        ]
+        if not found:
             raise self._error or NoPredictionError(
                 "cannot recommend: choose other --strategy or --workers"
             )
-        exact = [each for each in self.found if is_exact(each.prediction.target.options)]
-        return sorted(exact or self.found, key=_rank)
+        return sorted(found, key=_rank)
 
 
 def advise(
@@ -100,7 +104,11 @@ def advise(
     price_per_worker_hour: float | None = None,
     runners_up: int = 3,
 ) -> Advice:
-    """Choose among targets, and variants of them with other options and batch sizes."""
+    """Choose among targets, and variants of them with other options and batch sizes.
+
+    Codecs change the result of training: they are recommended if targets have one, and are a remark
+    otherwise.
+    """
     scan, predictor = _Scan(calibration, price_per_worker_hour), Predictor(calibration)
     by_batch: dict[tuple[str, int], list[Candidate]] = {}
     for target in targets:
@@ -109,7 +117,7 @@ def advise(
             by_batch[target.strategy, target.workers] = sized
             fastest = min(sized, key=lambda one: one.score).prediction.target
             scan.add(_with_options(calibration, fastest))
-    ranked = scan.ranked()
+    ranked = scan.ranked(has_codecs=not all(is_exact(target.options) for target in targets))
     best = ranked[0]
     others: dict[tuple[str, int], Candidate] = {}
     for each in ranked:
@@ -120,8 +128,9 @@ def advise(
     batch = None
     if (learning := calibration.learning) is not None and own.scaling == "strong":
         sizes = [one.prediction for one in by_batch[own.strategy, own.workers]]
-        is_known = learning.batch_size >= own.workers
-        base = predictor.predict(replace(own, samples=learning.batch_size)) if is_known else None
+        base = None
+        with suppress(NoPredictionError):
+            base = predictor.predict(replace(own, samples=learning.batch_size))
         batch = advise_batch(learning, chosen, base, sizes)
     exposed = chosen.exposed_communication.median
     return Advice(
@@ -190,16 +199,27 @@ def command(calibration: Calibration, target: Target) -> str:
     for key, value in target.options.items():
         words += ["-o", f"{key}={value}"]
     words += ["--batch-size", str(target.samples)]
-    if calibration.cluster is not None and target.link in (None, *calibration.links()):
-        words += ["--cluster", f"nodes={target.host_count},{calibration.cluster}"]
+    if (cluster := _cluster(calibration, target.link)) is not None:
+        words += ["--cluster", f"nodes={target.host_count},{cluster}"]
     elif target.host_count > 1:
         words += ["--nnodes", str(target.host_count)]
     if (per_host := target.workers // target.host_count) > 1:
         words += ["--nproc-per-node", str(per_host)]
+    if target.backend in ("shm", "hierarchical") and target.strategy != "shared":
+        words += ["--communicator", "hierarchical"]
     learning = calibration.learning
     if learning is not None and (rate := learning.scaled_rate(target.samples)) is not None:
         words += ["--lr", f"{rate:.3g}"]
     return shlex.join(words)
+
+
+def _cluster(calibration: Calibration, link: Link | None) -> str | None:
+    """The emulated nodes of the runs on this link; None if there are none."""
+    for text in calibration.clusters:
+        spec = cluster_spec.parse_recorded(f"nodes={cluster_spec.MOST_NODES},{text}")
+        if link in (None, link_of_cluster(spec)):
+            return text
+    return None
 
 
 def _script_command(calibration: Calibration, target: Target) -> str:

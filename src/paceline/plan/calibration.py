@@ -98,6 +98,8 @@ class CollectiveTiming:
             yield "collectives must have two or more workers and at least one host"
         if any(not point.seconds or min(point.seconds) <= 0 for point in self.points):
             yield "collectives must have samples above 0"
+        if len({point.size_bytes for point in self.points}) < len(self.points):
+            yield "collectives must have one point for each size"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,18 +117,6 @@ class CodecTiming:
         """Values that no measurement has."""
         if any(not point.seconds or min(point.seconds) < 0 for point in self.points):
             yield "codecs must have samples"
-
-
-@dataclass(frozen=True, slots=True)
-class Contention:
-    """What workers on one host, and computation and communication of a worker, cost each other."""
-
-    compute_slowdown: float = 1.0
-    """Backward pass during communication, relative to one without."""
-    communication_slowdown: float = 1.0
-    """Communication during the backward pass, relative to one without."""
-    cores_per_worker: float | None = None
-    """CPU time that a worker can use, in cores; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +144,7 @@ class MeasuredRun:
     hosts: int
     link: Link | None
     samples: int
-    """Samples that a worker computes in a step."""
+    """Samples that the worker with the most computes in a step."""
     step_seconds: float
     """As `paceline report` shows it (docs/metrics.md)."""
     phases: Mapping[str, float]
@@ -165,6 +155,17 @@ class MeasuredRun:
     """Relative standard deviation of `step_seconds`: between repeats, or estimated from blocks of
     steps."""
     name: str = ""
+    batch_size: int | None = None
+    """Of all workers; None: as many samples for each."""
+
+    @property
+    def global_samples(self) -> int:
+        return self.batch_size or self.samples * self.workers
+
+    def problems(self) -> Iterator[str]:
+        """Values that no measurement has."""
+        if min(self.workers, self.hosts, self.samples) < 1 or self.step_seconds <= 0:
+            yield "runs must have workers, hosts, samples and step times above 0"
 
     @property
     def compute_phases(self) -> tuple[str, ...]:
@@ -185,7 +186,8 @@ class Calibration:
     """Of each worker: the compute time of each step, relative to the worker's mean."""
     collectives: tuple[CollectiveTiming, ...] = ()
     codec_timings: tuple[CodecTiming, ...] = ()
-    contention: Contention = field(default_factory=Contention)
+    cores_per_worker: float | None = None
+    """CPU time that a worker can use, in cores; None if unknown."""
     side_by_side: tuple[SideBySide, ...] = ()
     """With one worker, and with more of them; empty if this was not measured."""
     runs: tuple[MeasuredRun, ...] = ()
@@ -206,7 +208,7 @@ class Calibration:
     """The program and its arguments, by the samples of a worker in a step."""
     other_processes_share: float | None = None
     """Of the CPU, that processes besides the worst run used; None if it was not sampled."""
-    cluster: str | None = None
+    clusters: tuple[str, ...] = ()
     """The emulated nodes of the runs, as in --cluster, without their number."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Of the runs, where they differ from the defaults: what a command has to repeat."""
@@ -219,6 +221,16 @@ class Calibration:
     @property
     def gradient_bytes(self) -> int:
         return sum(gradient.size_bytes for gradient in self.gradients)
+
+    @property
+    def workers_per_host(self) -> int | None:
+        """Of runs on several hosts; without any, of collectives; None if all were on one host."""
+        for measured in (self.runs, self.collectives):
+            if counts := [one.workers // one.hosts for one in measured if one.hosts > 1]:
+                return max(counts)
+            if measured:
+                return None
+        return None
 
     def links(self) -> list[Link]:
         """The links between hosts that runs or collectives were measured on."""
@@ -234,7 +246,7 @@ class Calibration:
     def from_dict(cls, record: Mapping[str, Any], name: str = "calibration") -> Self:
         """Read `to_dict`; RecordsError if the record is not a valid calibration."""
         if record.get("kind") != KIND:
-            raise RecordsError(f"{name} is not a calibration: make one with `paceline plan`")
+            raise RecordsError(f"{name} is not a calibration")
         if record.get("version") != VERSION:
             raise RecordsError(
                 f"{name} has version {record.get('version')} of calibrations, this paceline reads"
@@ -247,6 +259,10 @@ class Calibration:
                 "noise_scale": record["noise_scale"],
                 "batch_size": record["learning_batch_size"],
             }
+        if isinstance(contention := record.get("contention"), Mapping):
+            values["cores_per_worker"] = contention.get("cores_per_worker")
+        if cluster := record.get("cluster"):
+            values["clusters"] = [cluster]
         try:
             calibration: Self = parse(cls, values)
         except (TypeError, ValueError) as error:
@@ -276,17 +292,19 @@ class Calibration:
             yield "gradients must have the sizes of their shapes"
         if self.learning and min(self.learning.noise_scale, self.learning.batch_size) <= 0:
             yield "learning must have a noise scale and a batch size above 0"
-        for point in self.compute:
-            if point.samples <= 0 or not point.seconds > 0:
+        for compute in self.compute:
+            if compute.samples <= 0 or not compute.seconds > 0:
                 yield "compute points must have samples and seconds above 0"
-            if set(point.phases) != set(COMPUTE_PHASES):
+            if set(compute.phases) != set(COMPUTE_PHASES):
                 yield f"compute points must have the phases {', '.join(COMPUTE_PHASES)}"
         for timing in self.collectives:
             yield from timing.problems()
         for codec in self.codec_timings:
             yield from codec.problems()
-        for workers in self.side_by_side:
-            yield from workers.problems()
+        for point in self.side_by_side:
+            yield from point.problems()
+        for run in self.runs:
+            yield from run.problems()
 
 
 def _fits(gradient: Gradient) -> bool:
@@ -296,7 +314,7 @@ def _fits(gradient: Gradient) -> bool:
 
 
 _HEADER = ("schema", "kind", "version")
-_FORMER = ("codecs", "noise_scale", "learning_batch_size")
+_FORMER = ("codecs", "noise_scale", "learning_batch_size", "contention", "cluster")
 """Fields of earlier calibrations."""
 
 

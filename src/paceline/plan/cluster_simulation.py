@@ -76,7 +76,7 @@ class VectorizedCollectives:
         if operation in ("reduce_scatter", "all_gather"):
             return self._ring(starts, workers - 1, size_bytes / workers, times)
         if operation == "all_reduce" and algorithm == "root":
-            return _root(starts, size_bytes, times)
+            return self._root(starts, size_bytes, times)
         if operation == "all_reduce" and algorithm in MESSAGE_ROUNDS:
             ends = starts
             for each in MESSAGE_ROUNDS[algorithm](workers):
@@ -111,22 +111,26 @@ class VectorizedCollectives:
         np.maximum.at(ends, receivers, arrived)
         return ends
 
+    def _root(self, starts: Floats, size_bytes: float, times: RoundTimes) -> Floats:
+        """All messages share the root's link: it is busy until the last byte of the last one.
+
+        Those from other racks also share the uplink of the root's rack.
+        """
+        peers = len(starts) - 1
+        latency = times(0.0)
+        senders, receivers = np.arange(1, peers + 1), np.zeros(peers, np.int64)
+        slow = float(self._slowdown(senders, receivers).max()) / peers
+        service = (times(peers * size_bytes) - latency) / peers * max(1.0, slow)
+        arrivals = np.sort(np.maximum(starts[1:], starts[0]))
+        # Each arrival waits for the earlier ones, or finds the link idle.
+        received = np.max(arrivals + service * np.arange(peers, 0, -1)) + latency
+        return np.full(len(starts), float(received + latency + peers * service))
+
     def _slowdown(self, senders: Ranks, receivers: Ranks) -> Floats:
         if self._racks is None:
             return np.ones(len(senders))
         per_host = self._workers_per_host
         return self._racks.slowdown(senders // per_host, receivers // per_host)
-
-
-def _root(starts: Floats, size_bytes: float, times: RoundTimes) -> Floats:
-    """All messages share the root's link: it is busy until the last byte of the last one."""
-    peers = len(starts) - 1
-    latency = times(0.0)
-    service = (times(peers * size_bytes) - latency) / peers
-    arrivals = np.sort(np.maximum(starts[1:], starts[0]))
-    # Each arrival waits for the earlier ones, or finds the link idle.
-    received = np.max(arrivals + service * np.arange(peers, 0, -1)) + latency
-    return np.full(len(starts), float(received + latency + peers * service))
 
 
 def simulate_cluster_step(job: Job, compute_factors: Floats, collective: CollectiveEnds) -> Floats:

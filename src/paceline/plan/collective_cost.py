@@ -121,11 +121,14 @@ class _Bursts:
     def exposed_seconds(self, time: CollectiveTime) -> float:
         """Transfer time of the next collective that no burst hides."""
         rounds = max(time.rounds, 1)
-        idle, transfer = time.idle_seconds / rounds, time.transfer_seconds / rounds
+        idle = (time.delay_seconds + time.software_seconds) / rounds
+        transfer = time.transfer_seconds / rounds
+        # A codec encodes once, before the first round.
+        self._now += time.codec_seconds
         if not time.alternates:
             saved = (rounds - 1) * min(idle, time.burst_seconds)
             needed = max(time.transfer_seconds - saved, transfer)
-            return self._transfer((0, 1), time.idle_seconds, needed, time.burst_seconds)
+            return self._transfer((0, 1), rounds * idle, needed, time.burst_seconds)
         return math.fsum(
             self._transfer((number % 2,), idle, transfer, time.burst_seconds)
             for number in range(rounds)
@@ -164,37 +167,27 @@ SMALL_BYTES, SMALL_SECONDS = 2**17, 1e-3
 buffers and in the burst of a link."""
 
 
+@dataclass(frozen=True, slots=True)
 class RoundTimes:
     """Seconds of a round by link bytes: a latency, and a time per byte.
 
     The burst of a link is transferred at once, but only once by rounds that follow each other.
     """
 
-    def __init__(
-        self,
-        latency_seconds: float,
-        seconds_per_byte: float,
-        *,
-        link_seconds_per_byte: float = 0.0,
-        burst_seconds: float = 0.0,
-        call_seconds: float = 0.0,
-        message_seconds: float = 0.0,
-        round_trip_seconds: float = 0.0,
-        round_trips: float = ROUND_TRIPS,
-        largest_bytes: float = math.inf,
-    ) -> None:
-        self.latency_seconds, self.seconds_per_byte = latency_seconds, seconds_per_byte
-        self.link_seconds_per_byte = min(link_seconds_per_byte, seconds_per_byte)
-        """Of the nominal link; 0 within a host."""
-        self.burst_seconds = burst_seconds
-        """What the rested link transfers at once, at its rate."""
-        self.call_seconds = call_seconds
-        """Of a collective, besides its rounds: calls, threads, buffers."""
-        self.message_seconds = message_seconds
-        """Of each message of a round but the first, at the worker that has the most."""
-        self.largest_bytes = largest_bytes
-        """Of the measured rounds."""
-        self._round_trip_seconds, self._round_trips = round_trip_seconds, round_trips
+    latency_seconds: float
+    seconds_per_byte: float
+    link_seconds_per_byte: float = 0.0
+    """Of the nominal link; 0 within a host."""
+    burst_seconds: float = 0.0
+    """What the rested link transfers at once, at its rate."""
+    call_seconds: float = 0.0
+    """Of a collective, besides its rounds: calls, threads, buffers."""
+    message_seconds: float = 0.0
+    """Of each message of a round but the first, at the worker that has the most."""
+    round_trip_seconds: float = 0.0
+    """Of the nominal link."""
+    round_trips: float = ROUND_TRIPS
+    """Of a round."""
 
     @classmethod
     def of(
@@ -234,19 +227,18 @@ class RoundTimes:
         return cls(
             latency - of_call,
             slope,
-            link_seconds_per_byte=1 / rate,
+            link_seconds_per_byte=min(1 / rate, slope),
             burst_seconds=burst,
             call_seconds=of_call * count,
             message_seconds=MESSAGE_SHARE * (message_seconds or 0.0),
             round_trip_seconds=round_trip,
             round_trips=round_trips,
-            largest_bytes=max(sizes),
         )
 
     @property
     def delay_seconds(self) -> float:
         """The part of each round in which the link is idle."""
-        return min(self._round_trips * self._round_trip_seconds, self.latency_seconds)
+        return min(self.round_trips * self.round_trip_seconds, self.latency_seconds)
 
     def __call__(self, link_bytes: float) -> float:
         """Of one of many rounds, without bursts and calls."""
@@ -280,18 +272,16 @@ class RoundTimes:
         """
         if measured == link:
             return self
-        trips = self._round_trips * (link.round_trip_seconds - measured.round_trip_seconds)
+        trips = self.round_trips * (link.round_trip_seconds - measured.round_trip_seconds)
         slower = 1 / link.bytes_per_second - 1 / measured.bytes_per_second
         least = max(1 / link.bytes_per_second, least_seconds_per_byte)
-        return RoundTimes(
-            max(self.latency_seconds + trips, LEAST_LATENCY_SECONDS),
-            max(self.seconds_per_byte + slower, least),
+        return replace(
+            self,
+            latency_seconds=max(self.latency_seconds + trips, LEAST_LATENCY_SECONDS),
+            seconds_per_byte=max(self.seconds_per_byte + slower, least),
             link_seconds_per_byte=1 / link.bytes_per_second,
-            call_seconds=self.call_seconds,
-            message_seconds=self.message_seconds,
+            burst_seconds=0.0,
             round_trip_seconds=link.round_trip_seconds,
-            round_trips=self._round_trips,
-            largest_bytes=self.largest_bytes,
         )
 
     def in_larger_cluster(self, one_way: RoundTimes, has_call: bool) -> RoundTimes:
@@ -301,16 +291,12 @@ class RoundTimes:
         """
         is_faster = one_way.seconds_per_byte < self.seconds_per_byte
         fastest = one_way if is_faster else self
-        return RoundTimes(
-            self.latency_seconds,
-            fastest.seconds_per_byte,
-            link_seconds_per_byte=self.link_seconds_per_byte,
+        return replace(
+            self,
+            seconds_per_byte=fastest.seconds_per_byte,
+            link_seconds_per_byte=min(self.link_seconds_per_byte, fastest.seconds_per_byte),
             burst_seconds=fastest.burst_seconds,
             call_seconds=self.call_seconds if has_call else 0.0,
-            message_seconds=self.message_seconds,
-            round_trip_seconds=self._round_trip_seconds,
-            round_trips=self._round_trips,
-            largest_bytes=self.largest_bytes,
         )
 
     def towards(self, other: RoundTimes, share: float) -> RoundTimes:
@@ -320,32 +306,26 @@ class RoundTimes:
             first, second = getattr(self, name), getattr(other, name)
             return float(first + share * (second - first))
 
-        return RoundTimes(
-            between("latency_seconds"),
-            between("seconds_per_byte"),
-            call_seconds=between("call_seconds"),
-            message_seconds=between("message_seconds"),
-            round_trips=self._round_trips,
-            largest_bytes=min(self.largest_bytes, other.largest_bytes),
-        )
+        return replace(self, **{name: between(name) for name in TIMES})
 
     def scaled(self, latency: float, transfer: float) -> RoundTimes:
         """The times with these factors on all latencies and on the time of each byte."""
-        if latency == transfer == 1.0:
-            return self
-        return RoundTimes(
-            self.latency_seconds * latency,
-            self.seconds_per_byte * transfer,
+        return replace(
+            self,
+            latency_seconds=self.latency_seconds * latency,
+            seconds_per_byte=self.seconds_per_byte * transfer,
             link_seconds_per_byte=self.link_seconds_per_byte * transfer,
             burst_seconds=self.burst_seconds * transfer,
             call_seconds=self.call_seconds * latency,
             message_seconds=self.message_seconds * latency,
-            round_trip_seconds=self._round_trip_seconds * latency,
-            round_trips=self._round_trips,
-            largest_bytes=self.largest_bytes,
+            round_trip_seconds=self.round_trip_seconds * latency,
         )
 
 
+TIMES = (
+    "latency_seconds", "seconds_per_byte", "burst_seconds", "call_seconds", "message_seconds",
+)  # fmt: skip
+"""Of RoundTimes, besides those of the nominal link."""
 LEAST_LATENCY_SECONDS = 1e-5
 MESSAGE_SHARE = 0.25
 """Cost of one of several messages of a round, relative to a message on its own."""

@@ -89,14 +89,14 @@ class CollectiveMeasurements:
             self._known[key] = self._select(operation, algorithm, place)
         return self._known[key]
 
-    def most_workers_of_host(self, place: Place) -> int:
-        """The largest number of workers of one host whose collectives were measured."""
-        counts = [
-            each.workers
+    def links(self, backend: str) -> set[Link]:
+        """Between hosts, that collectives were measured on."""
+        across = "gloo" if backend == "hierarchical" else backend
+        return {
+            each.link
             for each in self._timings
-            if each.hosts == 1 and each.backend == place.backend
-        ]
-        return max(counts, default=FEWEST)
+            if each.hosts > 1 and each.backend == across and each.link is not None
+        }
 
     def _select(self, operation: str, algorithm: str, place: Place) -> tuple[Selected, ...]:
         candidates = [
@@ -163,9 +163,10 @@ class CollectiveTimes:
         self._seed = None if random is None else int(random.integers(2**63))
         self._known: dict[tuple[str, str, Place, int], RoundTimes] = {}
 
-    def most_workers_of_host(self, place: Place) -> int:
-        """The largest number of workers of one host whose collectives were measured."""
-        return self._measurements.most_workers_of_host(place)
+    def most_members(self, operation: str, algorithm: str, place: Place) -> int:
+        """The most workers that this collective, or what stands in, was measured with."""
+        selected = self._measurements.select(operation, algorithm, place)
+        return selected[-1].timing.workers if selected else FEWEST
 
     @property
     def most_workers(self) -> int:
@@ -243,16 +244,18 @@ class CollectiveTimes:
             selected.message_seconds,
             has_call=timing.algorithm in WITH_CALL,
         )
-        if link is None or timing.link is None:
+        if link is None:
             return times
+        if timing.link is None:
+            return nominal_round_times(link)
         return times.on_link(timing.link, link, selected.software_seconds_per_byte)
 
     def extrapolations(self, place: Place) -> list[str]:
         """Why times are not those of a measured link."""
-        measured = self._calibration.links()
+        measured = self._measurements.links(place.backend)
         if place.is_across_hosts and place.link is not None and place.link not in measured:
             links = ", ".join(sorted(map(str, measured))) or "none"
-            return [f"link {place.link}, measured {links}"]
+            return [f"collectives on link {place.link}, measured {links}"]
         return []
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 from paceline.errors import RecordsError
@@ -19,8 +20,7 @@ def comm_timings(record: Mapping[str, Any], name: str) -> list[CollectiveTiming]
     """The measurements of a `paceline comm --json` file."""
     if record.get("kind") != "comm":
         raise RecordsError(
-            f"{name} is neither a record of `paceline comm` nor a calibration: give runs, comm"
-            " records or a calibration"
+            f"{name} is not a record of `paceline comm`: give runs and records of `paceline comm`"
         )
     cases: dict[tuple[str, str, str], list[SizePoint]] = {}
     with _reading(name):
@@ -54,6 +54,22 @@ def codec_timings(record: Mapping[str, Any], name: str) -> list[CodecTiming]:
         for (codec, workers, has_matrices), points in cases.items()
     ]
     return _checked(timings, name)
+
+
+def merged(timings: Iterable[Timing]) -> list[Timing]:
+    """One timing of all samples of what several records measured."""
+    known: dict[Timing, dict[int, list[float]]] = {}
+    for timing in timings:
+        samples = known.setdefault(replace(timing, points=()), {})
+        for point in timing.points:
+            samples.setdefault(point.size_bytes, []).extend(point.seconds)
+    return [
+        replace(
+            timing,
+            points=tuple(SizePoint(size, tuple(samples[size])) for size in sorted(samples)),
+        )
+        for timing, samples in known.items()
+    ]
 
 
 def _point(one: Mapping[str, Any]) -> SizePoint:

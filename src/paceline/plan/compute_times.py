@@ -23,7 +23,7 @@ NORMAL_MAD = 1.48
 COMMON_PHASES = ("input", "forward")
 """Phases that hardly any strategy changes (MeasuredRun.compute_phases)."""
 FEWEST_RUNS = 4
-"""Fewer runs do not show how much they differ."""
+"""Fewer runs do not show how much they, or their corrections, differ."""
 
 
 class ComputeTimes:

@@ -12,7 +12,7 @@ import numpy as np
 from paceline.plan.calibration import MeasuredRun
 from paceline.plan.codec_cost import CODEC_OPTIONS
 from paceline.plan.collective_times import Place
-from paceline.plan.compute_times import PHASE_DEVIATION
+from paceline.plan.compute_times import FEWEST_RUNS, PHASE_DEVIATION
 from paceline.plan.step_simulation import STRATEGIES
 from paceline.plan.target import Target
 
@@ -22,8 +22,6 @@ LEAST_SPREAD = 0.1
 """Relative standard deviation of the correction of a strategy without runs."""
 MOST_DEVIATION = 0.5
 """Of a correction; a run with more says nothing about software."""
-FEWEST_RUNS = 4
-"""Fewer runs do not show how corrections differ between strategies."""
 SIZE_OPTIONS = ("bucket_mib", "first_bucket_mib", "every", "tau", "servers", "place")
 """Options that the model covers: runs that differ in them have the same correction."""
 

@@ -44,16 +44,18 @@ def levels_of(
         return _two_levels(operation, per_host, hosts, size_bytes, within, across)
     if operation == "all_reduce" and algorithm == "root":
         # Messages from the root's own host do not use its link.
-        rounds = (Rounds(2, (workers - per_host) * size_bytes, workers - 1, alternates=True),)
-        return (Level(operation, algorithm, across, rounds),)
+        remote_bytes = (workers - per_host) * size_bytes
+        both = Rounds(2, remote_bytes, workers - 1, alternates=True, is_there_and_back=True)
+        return (Level(operation, algorithm, across, (both,)),)
     if operation == "all_reduce" and algorithm in MESSAGE_ROUNDS:
         local, remote = _by_level(algorithm, workers, per_host)
+        is_tree = algorithm == "tree"
         return tuple(
             Level(
                 operation,
                 algorithm,
                 where,
-                tuple(Rounds(1, share * size_bytes) for share in shares),
+                tuple(Rounds(1, share * size_bytes, is_there_and_back=is_tree) for share in shares),
             )
             for where, shares in ((within, local), (across, remote))
             if shares

@@ -3,10 +3,15 @@
 With more workers, a core has a lower clock rate, less of the cache and of the memory bandwidth, and
 may share its execution units with another one. What that costs depends on the machine and on the
 model, so it is measured: workers that compute side by side, and do not communicate.
+
+Workers beyond the cores take turns. While all of them compute, each gets an equal share of the
+cores. Where a step ends with a synchronization, some end it later than the others, because the last
+turns do not fill all cores.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +26,9 @@ from paceline.records import SCHEMA, read_json, write_json
 KIND = "side_by_side"
 FILE = "side_by_side.json"
 """Beside the runs of a job."""
+SLICE_SECONDS = 0.004
+"""For how long a worker waits at most while another one computes: Linux then moves it to a core, or
+lets it take turns."""
 
 
 def write_side_by_side(folder: Path, model: str, points: Sequence[SideBySide]) -> None:
@@ -55,20 +63,32 @@ class HostSharing:
     def __init__(self, calibration: Calibration) -> None:
         points = sorted(calibration.side_by_side, key=lambda point: point.workers)
         seconds = [fmean(point.step_seconds) for point in points]
-        self._workers = np.array([point.workers for point in points] or [1])
-        # Others do not make a worker faster.
-        self._slowdowns = np.maximum.accumulate([each / seconds[0] for each in seconds] or [1.0])
         cores = calibration.hardware.get("cores")
-        per_worker = calibration.contention.cores_per_worker or 0.0
+        per_worker = calibration.cores_per_worker or 0.0
         self._share = per_worker / cores if isinstance(cores, int | float) else 0.0
         """Of the cores, that a worker needs."""
+        self._workers = [point.workers for point in points] or [1]
+        # Others do not make a worker faster.
+        slowdowns = np.maximum.accumulate([each / seconds[0] for each in seconds] or [1.0])
+        self._besides_turns = slowdowns / [*map(self.cores, self._workers)]
+        """Slowdowns of the measured numbers of workers, besides that they take turns."""
 
     def cores(self, workers: float) -> float:
         """Of compute and communication, with fewer cores than workers were measured with."""
         return max(1.0, workers * self._share)
 
     def compute(self, workers: float) -> float:
-        """Of compute: linear between measured numbers of workers, and beyond them by cores."""
-        measured = min(workers, float(self._workers[-1]))
-        slowdown = float(np.interp(measured, self._workers, self._slowdowns))
-        return slowdown * self.cores(workers) / self.cores(measured)
+        """Of compute: that of turns, times what is measured besides them, linear between measured
+        numbers of workers."""
+        besides = float(np.interp(workers, self._workers, self._besides_turns))
+        return besides * self.cores(workers)
+
+    def late_seconds(self, workers: float, compute_seconds: float, steps: int = 1) -> float:
+        """How much later than with equal shares of the cores the last worker ends, per step.
+
+        `compute_seconds` are those of a step with equal shares, `steps` those between two
+        synchronizations.
+        """
+        turns = self.cores(workers)
+        late = (math.ceil(turns - 1e-9) / turns - 1) * compute_seconds * steps
+        return min(max(late, 0.0), SLICE_SECONDS) / steps

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
-from paceline.plan.calibration import Contention, Gradient
+from paceline.plan.calibration import Gradient
 from paceline.plan.codec_cost import CodecCost
-from paceline.plan.collective_cost import CollectiveTime
+from paceline.plan.collective_cost import NO_TIME, CollectiveTime
 from paceline.plan.collective_times import Place
 from paceline.plan.host_levels import levels_of
 
@@ -47,7 +47,6 @@ class Job:
     optimizer_state_bytes: int
     compute: Compute
     collective: Collective
-    contention: Contention = field(default_factory=Contention)
     local_factor: float = 1.0
     """Compute time of the slowest worker over several local steps, relative to `compute`."""
     codec: CodecCost | None = None
@@ -69,7 +68,7 @@ class Job:
         times += [
             self.collective("all_gather", "library", size * self.workers) for size in wire.gathers
         ]
-        encoding = CollectiveTime(0.0, 0.0, self.codec.seconds(gradients, self.workers))
+        encoding = replace(NO_TIME, codec_seconds=self.codec.seconds(gradients, self.workers))
         return sum(times, encoding)
 
     def reduction_bytes(self, algorithm: str, gradients: Sequence[Gradient]) -> float:
@@ -89,7 +88,7 @@ class Job:
         place = Place(self.backend, self.hosts > 1, None)
         levels = levels_of(operation, algorithm, self.workers, self.hosts, size_bytes, place)
         return math.fsum(
-            each.count * each.link_bytes
+            each.one_way_bytes
             for level in levels
             if level.place.is_across_hosts == place.is_across_hosts
             for each in level.rounds
@@ -108,7 +107,7 @@ def _total_bytes(gradients: Sequence[Gradient]) -> int:
 class StepTime:
     seconds: float
     compute_seconds: float
-    """Of the slowest worker, without contention by communication."""
+    """Of the slowest worker."""
     exchange_seconds: float
     """Exposed communication."""
     hidden_seconds: float = 0.0

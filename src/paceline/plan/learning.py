@@ -82,7 +82,8 @@ def learning_of(runs: Sequence[Run]) -> Learning | None:
         rate = config.lr * config.learning_rate_scale
     return Learning(
         scale.value,
-        round(scale.batch),
+        # The last step of an epoch may be smaller.
+        run.settings.global_batch_size or round(scale.batch),
         scale.low,
         scale.high,
         run.iterations,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -52,7 +52,8 @@ COMM = {
 
 COMM_OF_MORE = {**COMM, "sizes": "1k,64k,1m"}
 """Between more than two workers of a host."""
-MOST_COMM_WORKERS = 16
+MOST_SHARING_WORKERS = 16
+"""Of one host, that are measured at once."""
 
 
 def run_steps(step_seconds: float, most_periods: int = MOST_PERIODS) -> int:
@@ -86,39 +87,28 @@ class ShortRuns:
 
     def train(self, out: Path, name: str, settings: Mapping[str, Any]) -> Path:
         """Train, and return the folder of the run; RunError or UsageError if it fails."""
-        (run,) = self.train_side_by_side(out, (name,), settings)
-        return run
-
-    def train_side_by_side(
-        self, out: Path, names: Sequence[str], settings: Mapping[str, Any]
-    ) -> list[Path]:
-        """Train several times at once, as `train`."""
-        settings = {**settings, "eval_every": "never", "out": str(out)}
-        configs = [from_mapping({**settings, "name": name}) for name in names]
-        self._run((train_argv(config), out / f"{config.name}.log", config) for config in configs)
-        return [out / name for name in names]
+        config = from_mapping({**settings, "eval_every": "never", "out": str(out), "name": name})
+        self._run(train_argv(config), out / f"{name}.log", config)
+        return out / name
 
     def comm(self, file: Path, machines: Mapping[str, Any], **selection: str) -> None:
         """Write the record of `paceline comm` between the workers of `machines`."""
         config = from_mapping({**machines, "batch_per_worker": 1})
         argv = ["-m", "paceline", "comm", "--quiet", f"--json={file}", *to_argv(machines)]
         argv += [f"--{key.replace('_', '-')}={value}" for key, value in selection.items()]
-        self._run([(argv, file.with_suffix(".log"), config)])
+        self._run(argv, file.with_suffix(".log"), config)
 
-    def _run(self, commands: Iterable[tuple[list[str], Path, RunConfig]]) -> None:
-        """Run commands at once, each with its log; an error if one of them fails."""
-        with ExitStack() as stack:
-            started = []
-            for argv, log, config in commands:
-                process = CellProcess(argv, log, self._server, self._clusters.variables(config))
-                stack.callback(process.stop)
-                started.append((process, log))
-            for process, log in started:
-                code = process.wait(TIME_LIMIT_SECONDS, lambda spent: None)
-                if code != 0:
-                    kind = UsageError if code == UsageError.exit_code else RunError
-                    raise kind(f"cannot measure: {last_error_line(log) or f'exit code {code}'}")
-                log.unlink()
+    def _run(self, argv: list[str], log: Path, config: RunConfig) -> None:
+        """Run a command; an error if it fails."""
+        process = CellProcess(argv, log, self._server, self._clusters.variables(config))
+        try:
+            code = process.wait(TIME_LIMIT_SECONDS, lambda spent: None)
+        finally:
+            process.stop()
+        if code != 0:
+            kind = UsageError if code == UsageError.exit_code else RunError
+            raise kind(f"cannot measure: {last_error_line(log) or f'exit code {code}'}")
+        log.unlink()
 
 
 def measure_job(
@@ -163,13 +153,13 @@ def measure_job(
             steps = run_steps(pilot * max(batch / batch_size, 0.25))
             train(f"one-worker-{batch}", steps, batch_size=batch, **single)
         shares_host = not cluster and not machine["gpus"]
-        # More workers than cores allow take turns.
-        most = min(most_workers, machine["cores"] // settings["threads"])
+        at_once = max(1, machine["cores"] // settings["threads"])
+        """Workers that the cores are enough for."""
         if shares_host:
             _tell("measuring workers side by side")
-            share = {**base, **single, "batch_size": smallest}
-            share["iterations"] = run_steps(pilot * max(smallest / batch_size, 0.25))
-            points = measure_side_by_side(runs, out, share, most)
+            share = {**base, "batch_size": smallest}
+            seconds = pilot * max(smallest / batch_size, 0.25)
+            points = measure_side_by_side(runs, out, share, seconds, most_workers, at_once)
             write_side_by_side(out, str(settings.get("model", "lenet")), points)
         for strategy in strategies:
             _tell(f"measuring {strategy} with two workers")
@@ -183,37 +173,59 @@ def measure_job(
         selection = {**COMM, "codecs": ",".join(codecs)} if codecs else COMM
         runs.comm(out / "comm.json", machines, **selection)
         if shares_host:
-            for workers in comm_workers(most_workers, most):
+            for workers in comm_workers(most_workers, at_once):
                 _tell(f"measuring collectives between {workers} workers")
                 machines["nproc_per_node"] = workers
                 runs.comm(out / f"comm-{workers}.json", machines, **COMM_OF_MORE)
 
 
-def comm_workers(most_workers: int, cores: int) -> list[int]:
+def comm_workers(most_workers: int, at_once: int) -> list[int]:
     """Numbers of workers of one host, besides two, whose collectives are measured.
 
-    They slow each other down: as many as there are cores, and as are planned.
+    They slow each other down: as many as the cores are enough for, and as are planned.
     """
-    planned = min(most_workers, MOST_COMM_WORKERS)
-    return sorted({min(planned, cores), planned} - {0, 1, 2})
+    planned = min(most_workers, MOST_SHARING_WORKERS)
+    return sorted({min(planned, at_once), planned} - {0, 1, 2})
+
+
+def side_by_side_workers(most_workers: int, at_once: int) -> list[int]:
+    """Numbers of workers of one host whose compute is measured side by side.
+
+    Powers of two that the cores are enough for, and as many as are planned.
+    """
+    planned = min(most_workers, MOST_SHARING_WORKERS)
+    powers = (2**power for power in range(planned.bit_length()))
+    return sorted({1, planned, *(each for each in powers if each <= min(planned, at_once))})
 
 
 def measure_side_by_side(
-    runs: ShortRuns, out: Path, settings: Mapping[str, Any], most_workers: int
+    runs: ShortRuns,
+    out: Path,
+    settings: Mapping[str, Any],
+    step_seconds: float,
+    most_workers: int,
+    at_once: int,
 ) -> list[SideBySide]:
-    """Train one worker alone, then twice as many of them at once up to `most_workers`.
+    """Train one worker alone, and several that compute at the same time and do not communicate.
 
-    The runs are removed: a calibration would take their compute time for that of one worker.
+    `settings` have the batch of a worker, which takes it `step_seconds` alone. The runs are
+    removed: a calibration would take them for runs of the strategy.
     """
-    points, workers = [], 1
-    while workers <= most_workers:
-        names = [f"side-by-side-{number}" for number in range(workers)]
-        folders = runs.train_side_by_side(out, names, settings)
-        seconds = [float(open_run(folder).iteration_seconds or 0.0) for folder in folders]
-        points.append(SideBySide(workers, tuple(seconds)))
-        for folder in folders:
-            shutil.rmtree(folder)
-        workers *= 2
+    if settings.get("precision") == "fp16":
+        return []  # local_sgd does not support it
+    points = []
+    for workers in side_by_side_workers(most_workers, at_once):
+        steps = run_steps(step_seconds * max(1.0, workers / at_once))
+        own = {"batch_size": workers * settings["batch_size"], "iterations": steps}
+        own["strategy"] = "single"
+        if workers > 1:
+            # Without an average before the end.
+            own |= {"strategy": "local_sgd", "options": {"every": str(10 * steps)}}
+            own["nproc_per_node"] = workers
+        run = runs.train(out, f"side-by-side-{workers}", {**settings, **own})
+        seconds = [each["iteration_seconds"]["mean"] for each in open_run(run).workers]
+        points.append(SideBySide(workers, tuple(map(float, seconds))))
+        shutil.rmtree(run)
     return points
 
 

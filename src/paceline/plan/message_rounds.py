@@ -28,6 +28,13 @@ class Rounds:
     """That the busiest worker receives or sends, in one round."""
     alternates: bool = False
     """Whether the busiest link carries them in turns in one direction and in the other."""
+    is_there_and_back: bool = False
+    """Whether the busiest link carries half of the rounds in each direction."""
+
+    @property
+    def one_way_bytes(self) -> float:
+        """Of all rounds, in one direction of the busiest link."""
+        return self.count * self.link_bytes / (2 if self.is_there_and_back else 1)
 
 
 def rounds_of(
@@ -45,14 +52,15 @@ def rounds_of(
         if algorithm in ("ring", "library"):
             return (Rounds(2 * peers, chunk),)
         if algorithm == "root":
-            return (Rounds(2, peers * size_bytes, peers, alternates=True),)
+            return (Rounds(2, peers * size_bytes, peers, alternates=True, is_there_and_back=True),)
         if algorithm == "tree":
-            return (Rounds(2 * depth, size_bytes),)
+            return (Rounds(2 * depth, size_bytes, is_there_and_back=True),)
         if algorithm == "halving_doubling":
             halvings = workers.bit_length() - 1
             halves = tuple(Rounds(2, size_bytes / 2**step) for step in range(1, halvings + 1))
             # Ranks beyond a power of two send everything to a partner, and get everything back.
-            return (Rounds(2, size_bytes), *halves) if workers != 1 << halvings else halves
+            rest = (Rounds(2, size_bytes, is_there_and_back=True),)
+            return halves if workers == 1 << halvings else (*rest, *halves)
     by_operation = {
         "reduce_scatter": Rounds(peers, chunk),
         "all_gather": Rounds(peers, chunk),

@@ -56,7 +56,7 @@ def next_runs(runs: Sequence[Run], comm: Sequence[Path], most: int = 3) -> NextR
 
 
 def _throughput(run: MeasuredRun) -> float:
-    return run.samples * run.workers / run.step_seconds
+    return run.global_samples / run.step_seconds
 
 
 def _faster(
@@ -66,7 +66,7 @@ def _faster(
     predictor = Predictor(calibration, SAMPLES)
     ranked: dict[tuple[str, int], tuple[float, Target]] = {}
     for target in _candidates(calibration, Target.of(fastest)):
-        if target in known or target.samples < target.workers:
+        if target in known:
             continue
         try:
             rate = target.samples / predictor.typical_step_seconds(target)

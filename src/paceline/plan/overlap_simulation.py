@@ -3,9 +3,9 @@
 Collectives start in order, each when its gradients are ready and one of the communicator's threads
 is free. The rounds of two collectives alternate: while one waits for a round trip, the other uses
 the link, so both progress at full speed unless they need more than the whole link. Threads of
-collectives that are in progress at once slow the software of each other. While a
-collective is in progress, computation is slower, and vice versa. A worker has no more threads for
-the backward pass than cores, so while it encodes a gradient, both progress at half speed.
+collectives that are in progress at once slow the software of each other. A worker has no more
+threads for the backward pass than cores, so while it encodes a gradient, both progress at half
+speed.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.plan.calibration import Contention
 from paceline.plan.collective_cost import CollectiveTime
 
 GLOO_THREADS = 2
 """Collectives that a process group of gloo has in progress at once (comm/process_groups.py)."""
-NO_CONTENTION = Contention()
 EPSILON = 1e-12
 
 
@@ -61,17 +59,18 @@ class _Active:
     def is_encoding(self) -> bool:
         return self.codec > EPSILON
 
-    def alone_seconds(self, slowdown: float) -> float:
+    @property
+    def alone_seconds(self) -> float:
         """Of all rounds, with the link to itself."""
-        return max(self._delay + self._busy * slowdown, EPSILON)
+        return max(self._delay + self._busy, EPSILON)
 
-    def load(self, slowdown: float, concurrent_slowdown: float) -> float:
+    def load(self, concurrent_slowdown: float) -> float:
         """Time that it needs of what collectives in progress share, relative to that of its rounds
         with the link to itself."""
         if self.is_encoding:
             return 0.0
         busy = self._busy + (concurrent_slowdown - 1) * self._software
-        return busy * slowdown / self.alone_seconds(slowdown)
+        return busy / self.alone_seconds
 
     def seconds_left(self, codec_rate: float, rounds_seconds: float) -> float:
         """Of what it does now; all of its rounds take `rounds_seconds`."""
@@ -88,7 +87,6 @@ def simulate_overlap(
     backward_seconds: float,
     transfers: Sequence[Transfer],
     threads: int = GLOO_THREADS,
-    contention: Contention = NO_CONTENTION,
     concurrent_slowdown: float = 1.0,
 ) -> OverlapTimes:
     """Simulate transfers, which start in the given order.
@@ -108,14 +106,12 @@ def simulate_overlap(
             and (not is_computing or waiting[-1].ready * backward_seconds <= computed + EPSILON)
         ):
             active.append(_Active(waiting.pop().time))
-        compute_rate = 1 / contention.compute_slowdown if active else 1.0
-        codec_rate = 1.0
+        compute_rate = codec_rate = 1.0
         if is_computing and any(each.is_encoding for each in active):
             compute_rate = codec_rate = 0.5
-        slowdown = contention.communication_slowdown if is_computing else 1.0
         concurrent = concurrent_slowdown if len(active) > 1 else 1.0
-        load = max(1.0, math.fsum(each.load(slowdown, concurrent) for each in active))
-        rates = [(codec_rate, each.alone_seconds(slowdown) * load) for each in active]
+        load = max(1.0, math.fsum(each.load(concurrent) for each in active))
+        rates = [(codec_rate, each.alone_seconds * load) for each in active]
         steps = [each.seconds_left(*rate) for each, rate in zip(active, rates, strict=True)]
         if is_computing:
             target = backward_seconds

@@ -12,7 +12,7 @@ from paceline.plan.advice import Advice, advise
 from paceline.plan.calibration import Calibration
 from paceline.plan.cluster_simulation import Day, Failures, Racks, simulate_days
 from paceline.plan.links import Link
-from paceline.plan.option_variants import EXACT_STRATEGIES
+from paceline.plan.option_variants import EXACT_STRATEGIES, is_exact
 from paceline.plan.prediction import Prediction, Predictor
 from paceline.plan.run_calibration import calibrate, read_measured_runs
 from paceline.plan.sensitivity import Sensitivity, sensitivity
@@ -73,6 +73,7 @@ class Plan:
             "kind": "plan",
             "model": known.model,
             "hardware": dict(known.hardware),
+            "software": dict(known.software),
             "sources": list(known.sources),
             "calibration_seconds": self.calibration_seconds,
             "predictions": [each.to_dict() for each in self.predictions],
@@ -103,8 +104,11 @@ def make_plan(
     progress("reading the runs")
     calibration = calibrate(paths, model)
     held_out = read_measured_runs(request.against, calibration) if request.against else []
-    candidates = (request.strategies or EXACT_STRATEGIES) if request.is_advice_wanted else ()
+    candidates = [*(request.strategies or EXACT_STRATEGIES)] if request.is_advice_wanted else []
     check_options([*_strategies(calibration, request), *candidates], request.options)
+    if not is_exact(request.options):
+        # A codec that was asked for is not silently left out.
+        candidates = [one for one in candidates if "codec" in own_options(one, request.options)]
     predictor = Predictor(calibration)
     links: Sequence[Link | None] = [*request.links] or [*calibration.links()] or [None]
     found, skipped = _predict_all(predictor, request, links, progress)
@@ -153,7 +157,6 @@ def _predict_all(
     for number, target in enumerate(targets, 1):
         progress(f"predicting {number} of {len(targets)}")
         try:
-            _check_batch(target)
             found.append(predictor.predict(target))
         except NoPredictionError as error:
             skipped.setdefault(str(error), error)
@@ -162,14 +165,6 @@ def _predict_all(
     if skipped and not is_single and all(each.target.workers == 1 for each in found):
         raise next(iter(skipped.values()))
     return found, list(skipped)
-
-
-def _check_batch(target: Target) -> None:
-    if target.samples < target.workers:
-        raise NoPredictionError(
-            f"a batch of {target.samples} has no sample for some of {target.workers} workers:"
-            " choose fewer --workers or a larger --batch-size"
-        )
 
 
 def _strategies(calibration: Calibration, request: Request) -> list[str]:
@@ -184,9 +179,9 @@ def _target(
     options = own_options(strategy, request.options) if workers > 1 else {}
     if not options and workers > 1:
         # The options of the runs, if they all have the same.
-        used = [run.options for run in calibration.runs if run.strategy == strategy]
-        options = dict(used[0]) if used and all(each == used[0] for each in used) else {}
-    hosts = min(request.hosts, workers) if request.hosts else None
+        used = [_planned(run.options) for run in calibration.runs if run.strategy == strategy]
+        options = used[0] if used and all(each == used[0] for each in used) else {}
+    hosts = _hosts(calibration, request, workers)
     return Target(
         strategy,
         workers,
@@ -199,6 +194,22 @@ def _target(
         request.slowdown,
         request.racks,
     )
+
+
+def _planned(options: Mapping[str, str]) -> dict[str, str]:
+    """Without sizes that a run tuned itself."""
+    return {key: value for key, value in options.items() if value != "measured"}
+
+
+def _hosts(calibration: Calibration, request: Request, workers: int) -> int | None:
+    """As many workers of each as in the runs; None: one per host with a link, or one host."""
+    if request.hosts:
+        return min(request.hosts, workers)
+    per_host = calibration.workers_per_host
+    if request.links or per_host is None or (per_host == 1 and calibration.links()):
+        return None
+    fewest = -(-workers // per_host)
+    return next(hosts for hosts in range(fewest, workers + 1) if workers % hosts == 0)
 
 
 def _backend(calibration: Calibration, strategy: str) -> str:
@@ -215,5 +226,5 @@ def _batch_size(calibration: Calibration, scaling: str) -> int:
     """The largest measured one."""
     if scaling == "weak":
         return max(point.samples for point in calibration.compute)
-    batches = [run.samples * run.workers for run in calibration.runs]
+    batches = [run.global_samples for run in calibration.runs]
     return max([*batches, *(point.samples for point in calibration.compute)])

@@ -23,13 +23,14 @@ from paceline.plan.cluster_simulation import racks_factor
 from paceline.plan.codec_cost import CODEC_OPTIONS, CodecCost, codec_cost
 from paceline.plan.collective_cost import NO_TIME, CollectiveTime
 from paceline.plan.collective_times import CollectiveMeasurements, CollectiveTimes
-from paceline.plan.compute_times import NORMAL_MAD, ComputeTimes
-from paceline.plan.corrections import FEWEST_RUNS, LEAST_CORRECTION, Corrections
+from paceline.plan.compute_times import FEWEST_RUNS, NORMAL_MAD, ComputeTimes
+from paceline.plan.corrections import LEAST_CORRECTION, Corrections
 from paceline.plan.host_levels import levels_of
 from paceline.plan.host_sharing import HostSharing
 from paceline.plan.job import Job, StepTime
 from paceline.plan.step_simulation import (
     STRATEGIES,
+    fsdp_blocks,
     has_concurrent_collectives,
     local_steps,
     simulate_step,
@@ -184,7 +185,8 @@ class Predictor:
         return _Sample(self.calibration, self._measurements, None, [0.0] * ERRORS)
 
     def predict(self, target: Target) -> Prediction:
-        """MissingMeasurementError if the calibration lacks what the prediction needs."""
+        """NoPredictionError if the calibration lacks what the prediction needs, or if no run can be
+        like the target."""
         steps = self._steps(target)
         factor = self._racks_factor(target)
         seconds = np.array([step.seconds for step in steps]) * factor
@@ -217,11 +219,13 @@ class Predictor:
 
     def typical_step_seconds(self, target: Target) -> float:
         """From the measurements themselves, without samples of them: fast, to compare targets."""
+        target.check()
         compute = self._compute_factor(target)
         step = self._simulate(self._center, target, compute, self._corrections.of(target).factor)
         return step.seconds * self._racks_factor(target)
 
     def _steps(self, target: Target) -> list[StepTime]:
+        target.check()
         correction = self._corrections.of(target)
         compute = self._compute_factor(target)
         return [
@@ -277,6 +281,10 @@ class Predictor:
         factors = target.factors
         compute_factor *= self._host.compute(target.workers_per_host) * factors.compute
         compute = compute.scaled(compute_factor * slowest)
+        if options.get("mode", "sync") == "sync":
+            steps = local_steps(target.strategy, options)
+            late = self._host.late_seconds(target.workers_per_host, compute.seconds, steps)
+            compute = compute.scaled(1 + late / compute.seconds)
         codec = sample.codec(target.options)
         if target.strategy == "parameter_server":
             # The servers update the weights, which no worker slows.
@@ -305,7 +313,9 @@ class Predictor:
                 rounds = times.rounds(level.operation, level.algorithm, place, members)
                 rounds = rounds.scaled(factors.latency, factors.transfer)
                 # Of more workers per host than were measured.
-                measured = 1 if place.is_across_hosts else times.most_workers_of_host(place)
+                measured = 1
+                if not place.is_across_hosts:
+                    measured = times.most_members(level.operation, level.algorithm, place)
                 crowding = self._host.cores(per_host) / self._host.cores(min(per_host, measured))
                 time = rounds.time(level.rounds).scaled(crowding * communication)
                 if is_concurrent and not place.is_across_hosts:
@@ -328,7 +338,6 @@ class Predictor:
             self.calibration.optimizer_state_bytes,
             compute,
             collective,
-            self.calibration.contention,
             local / slowest,
             codec and replace(codec, factor=compute_factor),
             target.backend,
@@ -414,7 +423,9 @@ class Predictor:
             compute = math.fsum(run.phases.get(phase, 0.0) for phase in COMPUTE_PHASES)
             steps = local_steps(run.strategy, run.options)
             slowest = self._center.slowest(self._independence, run.workers, 1.0, steps)
-            wait = max(0.0, wait - compute * (slowest - 1))
+            per_host = Target.of(run).workers_per_host
+            late = self._host.late_seconds(per_host, compute * slowest, steps)
+            wait = max(0.0, wait - compute * (slowest - 1) - late)
         return run.phases["exchange"] + wait
 
     def _exchange_seconds(self, run: MeasuredRun, software_factor: float) -> float:
@@ -429,12 +440,24 @@ class Predictor:
             return None
         weights = float(self.calibration.gradient_bytes)
         state = float(self.calibration.optimizer_state_bytes)
-        if target.strategy == "sharded":
-            state /= target.workers
-        elif target.strategy == "parameter_server":
-            state = 0.0
-        buckets = weights if target.strategy in ("overlap", "ddp") else 0.0
-        return 2 * weights + state + buckets + activations * target.samples_of_worker
+        share = 1 / target.workers
+        match target.strategy:
+            case "sharded":
+                model = 2 * weights + share * state
+            case "shared":
+                # Workers of a host share one copy of the weights.
+                model = (1 + share) * weights + share * state
+            case "fsdp":
+                # Of the weights and gradients of one block, all are needed at a time.
+                largest = max(fsdp_blocks([each.size_bytes for each in self.calibration.gradients]))
+                model = share * (2 * weights + state) + 2 * largest
+            case "parameter_server":
+                model = 2 * weights
+            case "overlap" | "ddp":
+                model = 3 * weights + state
+            case _:
+                model = 2 * weights + state
+        return model + activations * target.samples_of_worker
 
     def extrapolations(self, target: Target) -> list[str]:
         """Why the target is outside the measured range; empty if it is inside."""

@@ -162,6 +162,12 @@ class RecordedJob:
         # The last batch of an epoch may be smaller.
         return math.ceil(most / self.run.iterations) if self.run.iterations else 0
 
+    @property
+    def global_samples(self) -> int | None:
+        """Of the workers together; None if they have as many each."""
+        batch = self.run.settings.global_batch_size
+        return None if self.is_script or not batch or batch % self.workers == 0 else batch
+
     @cached_property
     def threads(self) -> int | None:
         """Of a worker; None if it was neither set nor recorded."""
@@ -208,6 +214,7 @@ class RecordedJob:
             hosts=self.hosts,
             link=self.link,
             samples=self.samples,
+            batch_size=self.global_samples,
             step_seconds=float(self.run.iteration_seconds or 0.0),
             phases=self.phases,
             hidden_exchange_seconds=fmean(hidden) / workers[0]["after_first"]["iterations"],

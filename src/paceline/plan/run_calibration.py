@@ -6,6 +6,7 @@ workers also correct the model for their strategy (corrections.py).
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from paceline.analysis.contention import other_processes_share
 from paceline.analysis.events import read_iterations
 from paceline.analysis.run import Run
 from paceline.analysis.validation import is_number
-from paceline.config import non_default_values
+from paceline.config import non_default_values, to_argv
 from paceline.errors import MissingMeasurementError, UsageError
 from paceline.plan.calibration import (
     COMPUTE_PHASES,
@@ -30,22 +31,22 @@ from paceline.plan.calibration import (
     CodecTiming,
     CollectiveTiming,
     ComputePoint,
-    Contention,
     Gradient,
     MeasuredRun,
     SizePoint,
 )
 from paceline.plan.codec_cost import plannable_codecs
-from paceline.plan.comm_records import codec_timings, comm_timings
+from paceline.plan.comm_records import codec_timings, comm_timings, merged
 from paceline.plan.host_sharing import read_side_by_side
 from paceline.plan.learning import learning_of
+from paceline.plan.links import Link
 from paceline.plan.recorded_job import RecordedJob, why_unplannable
 from paceline.plan.strategy_options import is_modeled
 from paceline.records import read_json
 
 COMPUTE_SETTINGS = ("precision", "accumulate", "compile", "optimizer")
 """Settings that change the compute time of a step."""
-TASK_SETTINGS = ("data", "model_options", "context", "augment", "momentum")
+TASK_SETTINGS = ("data", "model_options", "context", "augment", "momentum", "threads")
 """Other settings that a recommended command repeats."""
 MOST_STEPS = 500
 """Step times that are kept of a run."""
@@ -71,9 +72,13 @@ def calibrate(paths: Sequence[str], model: str | None = None) -> Calibration:
         records += [(str(file), read_json(file)) for file in collection.comm]
     calibrations = [one for one in records if one[1].get("kind") == KIND]
     if calibrations:
+        path, record = calibrations[0]
         if len(records) > 1 or runs:
-            raise UsageError(f"{calibrations[0][0]} is a calibration: give it alone")
-        return Calibration.from_dict(calibrations[0][1], calibrations[0][0])
+            raise UsageError(f"{path} is a calibration: give it alone")
+        known = Calibration.from_dict(record, path)
+        if model not in (None, known.model):
+            raise UsageError(f"--model {model}: {path} is a calibration of {known.model}")
+        return known
     found = calibrate_runs([RecordedJob(run) for run in runs], records, model)
     side_by_side = (read_side_by_side(Path(path), found.model) for path in paths)
     return replace(found, side_by_side=next(filter(None, side_by_side), ()))
@@ -85,8 +90,8 @@ def calibrate_runs(
     model: str | None = None,
 ) -> Calibration:
     """As `calibrate`, of runs and named records of `paceline comm` that were read before."""
-    collectives = [one for name, record in comm_records for one in comm_timings(record, name)]
-    codecs = [one for name, record in comm_records for one in codec_timings(record, name)]
+    collectives = merged(one for name, each in comm_records for one in comm_timings(each, name))
+    codecs = merged(one for name, each in comm_records for one in codec_timings(each, name))
     jobs = _jobs(runs, model)
     _check_same([job.model_text for job in jobs], "models", "--model NAME")
     _check_same([str(job.run.settings.get("data")) for job in jobs], "data", "runs of one dataset")
@@ -101,6 +106,9 @@ def calibrate_runs(
     for name in COMPUTE_SETTINGS:
         values = [f"--{name} {job.run.settings.get(name)}" for job in jobs]
         _check_same(values, "settings", "runs with the same settings")
+    records = [(record.get("hardware") or {}).get("cpu") for _, record in comm_records]
+    cpus = [str(cpu) for cpu in (*map(_cpu, jobs), *records) if cpu is not None]
+    _check_same(cpus, "machines", "runs and records of `paceline comm` of one kind of machine")
     return _calibration(jobs, collectives, codecs)
 
 
@@ -110,11 +118,35 @@ def read_measured_runs(paths: Sequence[str], calibration: Calibration) -> list[M
     jobs = _jobs(runs, None, "--against: ")
     models = [job.model for job in jobs]
     _check_same([calibration.model, *models], "models", "--against runs of the same model")
-    cpus = [str((job.run.result or {}).get("hardware", {}).get("cpu")) for job in jobs]
     planned = str(calibration.hardware.get("cpu"))
+    cpus = [str(_cpu(job)) for job in jobs]
     _check_same([planned, *cpus], "machines", "--against runs of the same machine")
+    for settings in (_settings(job.run) for job in jobs):
+        # Runs that do not say how many threads they had may have had the same number.
+        names = {*calibration.settings, *settings}
+        names -= {"threads"} - (calibration.settings.keys() & settings.keys())
+        both = [
+            shlex.join(to_argv({name: each[name] for name in sorted(names) if name in each}))
+            for each in (calibration.settings, settings)
+        ]
+        texts = [text or "the defaults" for text in both]
+        _check_same(texts, "settings", "--against runs with the same settings")
     codecs = plannable_codecs(calibration.codec_timings, calibration.gradients)
-    return [job.measured() for job in jobs if is_modeled(job.run.settings.options, codecs)]
+    return [
+        _on_link(job.measured(), calibration.links())
+        for job in jobs
+        if is_modeled(job.run.settings.options, codecs)
+    ]
+
+
+def _cpu(job: RecordedJob) -> Any:
+    return (job.run.result or {}).get("hardware", {}).get("cpu")
+
+
+def _on_link(run: MeasuredRun, links: Sequence[Link]) -> MeasuredRun:
+    """On several real hosts, the link is that of the records of `paceline comm`, if it is one."""
+    is_known = run.hosts == 1 or run.link is not None or len(links) != 1
+    return run if is_known else replace(run, link=links[0])
 
 
 def _jobs(runs: Sequence[RecordedJob], model: str | None, flag: str = "") -> list[RecordedJob]:
@@ -150,6 +182,7 @@ def _calibration(
     gradients, has_ready_times, has_tensor_sizes = _gradients(jobs)
     # Codecs import torch, which reports without them need not wait for.
     has_codecs = any("codec" in run.settings.options for run in runs)
+    links = [*dict.fromkeys(one.link for one in collectives if one.hosts > 1 and one.link)]
     plannable = plannable_codecs(codecs, gradients) if has_codecs else ()
     return Calibration(
         model=jobs[0].model,
@@ -158,16 +191,16 @@ def _calibration(
         residuals=tuple(_relative(_step_seconds(job.run, 0)) for job in jobs if job.workers == 1),
         collectives=tuple(collectives or _bucket_collectives(jobs, gradients)),
         codec_timings=tuple(codecs),
-        contention=Contention(cores_per_worker=_cores_per_worker(jobs)),
+        cores_per_worker=_cores_per_worker(jobs),
         runs=tuple(
-            job.measured()
+            _on_link(job.measured(), links)
             for job in jobs
             if job.workers > 1 and is_modeled(job.run.settings.options, plannable)
         ),
         optimizer_state_bytes=_state_bytes(runs[0], sum(each.size_bytes for each in gradients)),
         activation_bytes_per_sample=_activation_bytes(jobs),
         learning=learning_of(runs),
-        cluster=next((text for job in jobs if (text := job.cluster)), None),
+        clusters=tuple(dict.fromkeys(text for job in jobs if (text := job.cluster))),
         has_ready_times=has_ready_times,
         has_tensor_sizes=has_tensor_sizes,
         script=jobs[0].model if jobs[0].is_script else None,

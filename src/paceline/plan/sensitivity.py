@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from paceline.errors import MissingMeasurementError
+from paceline.errors import NoPredictionError
 from paceline.plan.prediction import Interval, Predictor
 from paceline.plan.step_simulation import DDP_MIB
 from paceline.plan.target import Target, TimeFactors
@@ -59,7 +59,7 @@ def sensitivity(predictor: Predictor, target: Target) -> Sensitivity:
     for change, other in _changes(target, predictor.calibration.gradient_bytes):
         try:
             after = predictor.step_seconds(other)
-        except MissingMeasurementError:
+        except NoPredictionError:
             continue
         ratios = after / before
         rates = other.samples / target.samples / ratios

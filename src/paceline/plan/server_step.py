@@ -28,7 +28,7 @@ def parameter_server_step(job: Job) -> StepTime:
     share = job.collective("send_recv", "library", up / (job.workers - 1)) if up else NO_TIME
     first_arrival = max(FIRST_ARRIVAL * transfer.seconds, share.seconds)
     exchange = first_arrival + transfer.seconds + update * (1 + additions)
-    return StepTime(compute + exchange, compute, exchange, 0.0, 2 * up)
+    return StepTime(compute + exchange, compute, exchange, 0.0, up)
 
 
 def _server_link_bytes(job: Job, servers: int) -> float:
@@ -65,6 +65,5 @@ def _asynchronous(job: Job, transfer: CollectiveTime, update: float) -> StepTime
         queue = throughput * response
     seconds = job.workers / throughput
     compute = job.compute.seconds - job.compute.update
-    return StepTime(
-        seconds, compute, max(0.0, seconds - compute), 0.0, 2 * remote * job.gradient_bytes
-    )
+    link = job.workers * remote * job.gradient_bytes
+    return StepTime(seconds, compute, max(0.0, seconds - compute), 0.0, link)

@@ -124,7 +124,7 @@ def _in_buckets(job: Job) -> StepTime:
     starts = [when * job.compute.backward for when in ready]
     reductions = in_sequence([job.reduction(algorithm, each) for each in buckets], starts)
     transfers = [*map(Transfer, ready, reductions)]
-    times = simulate_overlap(job.compute.backward, transfers, threads, job.contention)
+    times = simulate_overlap(job.compute.backward, transfers, threads)
     return _overlapped(job, times, _reduced_bytes(job, algorithm, buckets))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Self
 
+from paceline.errors import NoPredictionError
 from paceline.plan.calibration import MeasuredRun
 from paceline.plan.cluster_simulation import Racks
 from paceline.plan.collective_times import Place
@@ -51,10 +52,40 @@ class Target:
     @classmethod
     def of(cls, run: MeasuredRun) -> Self:
         """What was measured."""
-        samples = run.samples * run.workers
         return cls(
-            run.strategy, run.workers, samples, run.options, run.hosts, run.link, run.backend
+            run.strategy,
+            run.workers,
+            run.global_samples,
+            run.options,
+            run.hosts,
+            run.link,
+            run.backend,
         )
+
+    def check(self) -> None:
+        """NoPredictionError if no run is like this."""
+        if self.samples < self.workers:
+            raise NoPredictionError(
+                f"a batch of {self.samples} has no sample for some of {self.workers} workers:"
+                " choose fewer --workers or a larger --batch-size"
+            )
+        if self.workers % self.host_count:
+            raise NoPredictionError(
+                f"{self.workers} workers cannot share {self.host_count} hosts equally: choose a"
+                " multiple of --hosts"
+            )
+        if self.racks is not None and self.workers > 1:
+            self._check_racks()
+
+    def _check_racks(self) -> None:
+        if self.host_count == 1:
+            raise NoPredictionError("--racks: all workers are on one host: add --link or --hosts")
+        if self.options.get("codec", "none") != "none":
+            raise NoPredictionError("--racks: no plan with codecs: omit one of them")
+        if self.backend == "hierarchical":
+            raise NoPredictionError(
+                "--racks: no plan for --communicator hierarchical: give runs without it"
+            )
 
     @property
     def host_count(self) -> int:

@@ -65,7 +65,7 @@ def median_error(checks: Sequence[Check]) -> float:
 
 def _check(predictor: Predictor, run: MeasuredRun, *, is_held_out: bool) -> list[Check]:
     try:
-        seconds = predictor.step_seconds(Target.of(run))
+        predicted = predictor.predict(Target.of(run)).step_seconds
     except NoPredictionError:
         return []
-    return [Check(run, Interval.of(seconds), is_held_out)]
+    return [Check(run, predicted, is_held_out)]

@@ -51,13 +51,14 @@ FIGURE_INTERVAL_NOTE = "Small numbers and vertical bars: the 80% interval."
 LIMITS = (
     ("Machine:", "compute times are those of the measured machine and of hosts that are idle"
      " otherwise. Other CPUs or GPUs need their own runs."),
-    ("Links:", "workers of several hosts that share the link of a host are not modeled."),
+    ("Links:", "hosts are idle otherwise; what many senders at once lose on the way is not"
+     " modeled."),
     ("Collectives:", "each is a sequence of rounds with a latency and a bandwidth, fitted to"
-     " measurements with two workers."),
+     " measurements with two workers, on one host also with more."),
     ("Stragglers:", "workers vary as the measured steps do; a worker that is always slower is"
      " only included as --slowdown."),
-    ("Intervals:", "80% of the predictions of bootstrap samples of the measurements, with 3% of"
-     " compute and 5% of communication added for what differs between runs."),
+    ("Intervals:", "80% of the predictions of bootstrap samples of the measurements, with at least"
+     " 3% of compute and 5% of communication added for what differs between runs."),
     ("Candidates:", "strategies that change results, such as local_sgd, are recommended only if"
      " --strategy names them."),
     ("Learning:", "step times say nothing about the loss: compare short runs before a change of"

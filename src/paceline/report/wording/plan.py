@@ -84,7 +84,8 @@ def batch_text(target: Target) -> str:
 
 def recommendation_text(advice: Advice) -> str:
     best, price = advice.best, advice.price_per_worker_hour
-    text = f"{configuration(best.target)}: {step_text(best.step_seconds)} per step"
+    place = f", {place_text(best.target)}" if best.target.workers > 1 else ""
+    text = f"{configuration(best.target)}{place}: {step_text(best.step_seconds)} per step"
     text += f", {formatting.count(best.throughput.median)} samples/s"
     if price is not None:
         cost = best.target.workers * price / 3600 / best.throughput.median
@@ -99,10 +100,11 @@ def limit_text(advice: Advice) -> str:
 
 def runner_up_texts(advice: Advice) -> list[str]:
     what = "time" if advice.price_per_worker_hour is None else "money"
-    texts = [
-        f"{more:.0%} more {what}: {configuration(other.target)}"
-        for other, more in advice.runners_up
-    ]
+    # The default options are recommended if others are less than MIN_GAIN better.
+    texts = []
+    for other, more in advice.runners_up:
+        amount = f"{more:.0%} more" if more >= 0.005 else "as much"
+        texts.append(f"{amount} {what}: {configuration(other.target)}")
     if advice.codec is not None:
         encoded, saving = advice.codec
         texts.append(
