@@ -75,23 +75,23 @@ def starting_gloo(address: str) -> Iterator[None]:
         yield
     # Only Linux has this policy, which needs no permission.
     policy = getattr(os, "SCHED_BATCH", None)
-    polling = _polling_thread(sorted(_threads() - others))
-    if policy is None or polling is None:
+    if policy is None:
         return
-    with suppress(OSError):  # the thread has ended
-        if os.sched_getscheduler(polling) == os.SCHED_OTHER:
-            os.sched_setscheduler(polling, policy, os.sched_param(0))
+    for polling in _polling_threads(sorted(_threads() - others)):
+        with suppress(OSError):  # the thread has ended
+            if os.sched_getscheduler(polling) == os.SCHED_OTHER:
+                os.sched_setscheduler(polling, policy, os.sched_param(0))
 
 
-def _polling_thread(started: Sequence[int]) -> int | None:
-    """Of threads that were started, in their order, the one in which gloo polls."""
+def _polling_threads(started: Sequence[int]) -> Sequence[int]:
+    """Of threads that were started, in their order, those in which gloo polls: one per device."""
     names = {}
     for thread in started:
         with suppress(OSError):  # it has ended
             names[thread] = (TASKS / str(thread) / "comm").read_text().strip()
     named = [thread for thread, name in names.items() if name == POLLING_THREAD]
-    # Gloo starts it first, and only new versions of gloo give it a name.
-    return next(iter(named or names), None)
+    # Gloo starts them first, and only new versions of gloo give them a name.
+    return named or [*names][:1]
 
 
 def _threads() -> set[int]:
