@@ -16,8 +16,8 @@ cores each, by default one:
 
 Each is a line of FILE, with the seconds that it took, without those of creating the cluster.
 Clusters run side by side as long as the machine has cores for them. What FILE has is not measured
-again: with --limit, all can be measured in several parts. With --replay, nodes share all cores and
-wait as long as the model computes on one idle core, as in plan_accuracy.py.
+again: with --limit, all can be measured in several parts. With --replay, nodes wait as long as the
+model computes on one idle core, and share all cores without --cpus, as in plan_accuracy.py.
 
 `check` makes the recommendation for each case from the first two kinds of lines, and compares the
 measured step time of the recommended configuration with the best measured one (default FILE: that
@@ -69,6 +69,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "vgg11": {"model_options": {"width": "0.25"}},
 }
 NODES = (8, 4)
+NODE_CPUS = 1.0
+"""Of nodes that compute."""
 LOCAL_BATCHES = (24, 48, 96)
 STUDY_SECONDS, STUDY_STEPS = 1.0, (3, 24)
 """Of a run of the exhaustive study, without the first step."""
@@ -105,8 +107,10 @@ def batches(out: Measurements, only: str) -> Iterator[Batch]:
 def measure(out: Measurements, options: argparse.Namespace) -> None:
     end = monotonic() + options.limit
     cpus, times = options.cpus, None
-    if options.replay:
-        cpus, times = None, options.file.with_suffix(".times").absolute()
+    if not options.replay:
+        cpus = cpus or NODE_CPUS
+    else:
+        times = options.file.with_suffix(".times").absolute()
         prepare_replay(times, MODELS, LOCAL_BATCHES)
     start = partial(Measurer, out, cpus=cpus, times=times)
     for is_study in (False, True):
@@ -352,7 +356,9 @@ def main() -> None:
     parser.add_argument("file", nargs="?", type=Path, metavar="FILE", default=RECORDED)
     parser.add_argument("--replay", action="store_true", help="nodes wait instead of computing")
     parser.add_argument("--only", default="*", metavar="PATTERN", help="such as '1gbit/lenet/*'")
-    parser.add_argument("--cpus", type=float, default=1.0, metavar="X", help="(default: 1)")
+    parser.add_argument(
+        "--cpus", type=float, metavar="X", help="of a node (default: 1; with --replay all cores)"
+    )
     parser.add_argument("--limit", type=float, default=math.inf, metavar="SECONDS")
     parser.add_argument("--cases", action="store_true", help="also print every measured step time")
     options = parser.parse_args()
