@@ -25,6 +25,7 @@ pytestmark = pytest.mark.timeout(300)
 RECORDED = Path(__file__).parent / "recorded"
 COMPUTING = RECORDED / "emulated_clusters.jsonl"
 COMPUTING_LATER = RECORDED / "out_of_sample.jsonl"
+SHARED_CORES = RECORDED / "replayed_two_cores.jsonl"
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +48,13 @@ def test_recorded_runs_cover_all_links_models_and_strategies(cases: Any) -> None
 def test_predicted_step_times_are_close_to_those_of_recorded_runs(
     accuracy: Any, cases: Any
 ) -> None:
-    """The goals of docs/planning.md, of which the rank correlation is missed by less than 0.001."""
+    """The goals of docs/planning.md."""
     found = accuracy.Summary.of(cases)
     assert found.median <= 0.05
     assert found.tail <= 0.12
     assert abs(found.bias) <= 0.02
-    assert found.rank_correlation >= 0.899
-    assert 0.7 <= found.coverage <= 0.905
+    assert found.rank_correlation >= 0.9
+    assert 0.7 <= found.coverage <= 0.9
 
 
 def test_runs_of_a_later_session_are_predicted_as_well(accuracy: Any) -> None:
@@ -64,13 +65,13 @@ def test_runs_of_a_later_session_are_predicted_as_well(accuracy: Any) -> None:
     found = accuracy.Summary.of(cases)
     assert found.median <= 0.05
     assert found.tail <= 0.12
-    assert found.coverage >= 0.7
+    assert 0.7 <= found.coverage <= 0.9
     assert found.median <= accuracy.Summary.of(cases, is_baseline=True).median / 2
 
 
 @pytest.mark.parametrize(
     ("file", "count", "median", "tail"),
-    [(COMPUTING, 288, 0.06, 0.2), (COMPUTING_LATER, 152, 0.07, 0.205)],
+    [(COMPUTING, 288, 0.06, 0.205), (COMPUTING_LATER, 152, 0.07, 0.205)],
 )
 def test_nodes_that_compute_and_share_memory_are_predicted_less_well(
     accuracy: Any, file: Path, count: int, median: float, tail: float
@@ -81,6 +82,18 @@ def test_nodes_that_compute_and_share_memory_are_predicted_less_well(
     assert found.median <= median
     assert found.tail <= tail
     assert 0.7 <= found.coverage <= 0.9
+    assert found.median <= accuracy.Summary.of(cases, is_baseline=True).median / 2
+
+
+def test_nodes_that_share_two_cores_are_predicted_less_well(accuracy: Any) -> None:
+    """The goal for the median, for runs that were measured after the model was made."""
+    cases = accuracy.predict(accuracy.Measurements(SHARED_CORES), "*")
+    assert len(cases) == 192
+    found = accuracy.Summary.of(cases)
+    assert found.median <= 0.05
+    assert found.tail <= 0.18
+    assert found.rank_correlation >= 0.88
+    assert found.coverage >= 0.64
     assert found.median <= accuracy.Summary.of(cases, is_baseline=True).median / 2
 
 

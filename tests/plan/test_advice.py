@@ -17,7 +17,8 @@ from paceline.plan.option_variants import EXACT_STRATEGIES, option_variants
 from paceline.plan.prediction import Predictor
 from paceline.plan.target import Target
 from paceline.report.wording.plan import recommendation_text, runner_up_texts
-from tests.support.calibrations import LINK, calibration
+from tests.plan.test_run_calibration import comm_record, write
+from tests.support.calibrations import LINK, calibration, timing
 
 WORKERS = (1, 2, 4, 8)
 
@@ -100,6 +101,20 @@ def test_a_codec_that_was_asked_for_is_not_left_out(
         assert other["workers"] == 1 or other["options"] == {"codec": "bf16"}
 
 
+def test_codecs_of_the_runs_are_not_recommended_unless_asked_for(tmp_path: Path) -> None:
+    write(tmp_path, "one-16", 1, 16)
+    write(tmp_path, "one-64", 1, 64)
+    write(tmp_path, "two", 2, 64, strategy="overlap", options={"codec": "bf16"})
+    comm_record(tmp_path / "comm.json")
+    out = tmp_path / "plan.json"
+    arguments = ["--workers=2", "--advise", f"--json={out}"]
+    assert main(["plan", str(tmp_path), *arguments]) == 0
+    advice = json.loads(out.read_text())["advice"]
+    candidates = [advice["best"], *advice["runners_up"]]
+    assert not any("codec" in each["options"] for each in candidates)
+    assert "overlap" in {each["strategy"] for each in candidates}
+
+
 def test_workers_without_a_sample_are_no_candidates() -> None:
     few = [Target("ring", workers, 4, link=Link(100e9)) for workers in (2, 8)]
     found = advise(calibration(), few)
@@ -114,6 +129,18 @@ def test_options_that_are_hardly_faster_are_as_fast() -> None:
     texts = runner_up_texts(replace(found, runners_up=[(other, -0.03), (other, 0.12)]))
     assert texts[0].startswith("as much time: ")
     assert texts[1].startswith("12% more time: ")
+
+
+def test_algorithms_that_were_not_measured_must_be_clearly_faster() -> None:
+    """By fewer rounds, halving and doubling takes about 3% less time than a ring of 8 workers."""
+    candidates = [Target(name, 8, 64, link=LINK) for name in ("ring", "halving_doubling")]
+
+    def recommended(*measured: str) -> str:
+        known = [timing("all_reduce", algorithm, 0.66e-3, 100e6) for algorithm in measured]
+        return advise(calibration(collectives=known), candidates).best.target.strategy
+
+    assert recommended("ring") == "ring"
+    assert recommended("ring", "halving_doubling") == "halving_doubling"
 
 
 def test_the_recommendation_names_the_link() -> None:

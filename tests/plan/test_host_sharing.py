@@ -47,7 +47,7 @@ def test_slowdown_is_linear_between_measured_numbers_of_workers(
 def test_workers_beyond_the_cores_take_turns() -> None:
     host = HostSharing(measured(cores=4))
     assert host.compute(8) == pytest.approx(2 * 1.5)
-    assert [host.cores(workers) for workers in (2, 4, 8)] == [1.0, 1.0, 2.0]
+    assert [host.oversubscription(workers) for workers in (2, 4, 8)] == [1.0, 1.0, 2.0]
 
 
 @pytest.mark.parametrize(("workers", "slowdown"), [(2, 1.1), (3, 1.5 * 1.3), (4, 3.0), (8, 6.0)])
@@ -68,6 +68,12 @@ def test_a_step_ends_late_if_the_last_turns_do_not_fill_the_cores() -> None:
     assert host.late_seconds(3, 1.0) == pytest.approx(4e-3)
     assert host.late_seconds(3, 3e-3, steps=8) == pytest.approx(4e-3 / 8)
     assert [host.late_seconds(workers, 3e-3) for workers in (1, 2, 4, 8)] == [0.0] * 4
+
+
+def test_one_worker_with_more_threads_than_cores_waits_for_no_other() -> None:
+    """Its measured time has all of its threads."""
+    host = HostSharing(replace(measured(cores=2), cores_per_worker=3.0, side_by_side=()))
+    assert host.late_seconds(1, 3e-3) == 0.0
 
 
 @pytest.mark.parametrize(

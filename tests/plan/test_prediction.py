@@ -27,6 +27,7 @@ def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prediction, "COMPUTE_ERROR", 0.0)
     monkeypatch.setattr(prediction, "COMMUNICATION_ERROR", 0.0)
     monkeypatch.setattr(prediction, "RUN_DEVIATION", 0.0)
+    monkeypatch.setattr(prediction, "LEAST_RUN_DEVIATION", 0.0)
 
 
 def ring_seconds(workers: int, size_bytes: float) -> float:

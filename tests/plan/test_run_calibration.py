@@ -438,52 +438,6 @@ def test_the_threads_of_the_runs_are_repeated(tmp_path: Path) -> None:
     assert calibrate([str(tmp_path)]).settings == {"threads": 1}
 
 
-@pytest.fixture
-def real_hosts(tmp_path: Path) -> Path:
-    """Two hosts with two workers each, without an emulated cluster."""
-    root = tmp_path / "real"
-    write(root, "one-16", 1, 16, cluster=None)
-    write(root, "one-64", 1, 64, cluster=None)
-    write(root, "four", 4, 64, strategy="ring", cluster=None, nnodes=2, nproc_per_node=2)
-    record = json.loads(comm_record(root / "comm.json").read_text())
-    record["cluster"] = None
-    write_json(root / "comm.json", record)
-    return root
-
-
-def test_plans_have_as_many_workers_per_host_as_the_runs(real_hosts: Path, tmp_path: Path) -> None:
-    def hosts(*more: str) -> list[int]:
-        out = tmp_path / "plan.json"
-        arguments = ["--workers=1,2,4,6,8", "--strategy=ring", f"--json={out}", *more]
-        assert main(["plan", str(real_hosts), *arguments]) == 0
-        return [each["hosts"] for each in json.loads(out.read_text())["predictions"]]
-
-    assert hosts("--workers=4,6,8") == [2, 3, 4]
-    assert hosts("--workers=4,8", "--hosts=2") == [2, 2]
-    assert hosts("--workers=4,8", "--link=10gbit") == [4, 8]
-
-
-def test_the_link_of_real_hosts_is_that_of_comm_records(real_hosts: Path) -> None:
-    (run,) = calibrate([str(real_hosts)]).runs
-    assert (run.hosts, run.link) == (2, None)
-    record = json.loads((real_hosts / "comm.json").read_text())
-    record["plan"] = {"link_bits_per_second": 1e10}
-    write_json(real_hosts / "comm.json", record)
-    found = calibrate([str(real_hosts)])
-    assert [one.link for one in found.runs] == [Link(1e10)]
-    assert found.links() == [Link(1e10)]
-
-
-def test_times_without_a_link_say_nothing_about_a_link(real_hosts: Path, tmp_path: Path) -> None:
-    """They are those of the nominal link, and marked."""
-    out = tmp_path / "plan.json"
-    arguments = ["--workers=4", "--strategy=ring", "--link=100mbit", f"--json={out}"]
-    assert main(["plan", str(real_hosts), *arguments]) == 0
-    (found,) = json.loads(out.read_text())["predictions"]
-    assert found["step_seconds"]["median"] > 1.5 * sum(SIZES) / 12.5e6
-    assert found["extrapolated_because"] == ["collectives on link 100mbit, measured none"]
-
-
 def test_other_processes_during_the_runs_are_noted(root: Path) -> None:
     assert calibrate([str(root)]).other_processes_share is None
     path = root / "one-16" / "result.json"

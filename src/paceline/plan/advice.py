@@ -20,12 +20,14 @@ from paceline.plan.calibration import Calibration
 from paceline.plan.links import Link, link_of_cluster
 from paceline.plan.option_variants import is_exact, option_variants
 from paceline.plan.prediction import Prediction, Predictor
+from paceline.plan.step_simulation import algorithm_of
 from paceline.plan.target import Target
 
 SCAN_SAMPLES = 20
 """Bootstrap samples of the predictions that candidates are compared by."""
 MIN_GAIN = 0.05
-"""Of an option over the default: smaller gains are within the error of predictions."""
+"""Of an option over the default, and of an algorithm that was not measured over one that was:
+smaller gains are within the error of predictions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,22 @@ class _Scan:
             raise self._error or NoPredictionError(
                 "cannot recommend: choose other --strategy or --workers"
             )
-        return sorted(found, key=_rank)
+        return sorted(found, key=self._rank)
+
+    def _rank(self, candidate: Candidate) -> float:
+        """Default options and measured algorithms win unless others are clearly better."""
+        target = candidate.prediction.target
+        is_usual = not target.options and self._is_measured(target)
+        return candidate.score * (1 if is_usual else 1 + MIN_GAIN)
+
+    def _is_measured(self, target: Target) -> bool:
+        """Whether a run or a collective shows the algorithm of the strategy."""
+        if target.workers == 1:
+            return True
+        runs, collectives = self._calibration.runs, self._calibration.collectives
+        known = {algorithm_of(run.strategy, run.options) for run in runs if run.workers > 1}
+        known |= {timing.algorithm for timing in collectives if timing.operation == "all_reduce"}
+        return algorithm_of(target.strategy, target.options) in known
 
 
 def advise(
@@ -157,12 +174,6 @@ def _with_codec(
     fastest = min(encoded, key=lambda each: each.score)
     saving = 1 - fastest.score / best.score
     return (predictor.predict(fastest.prediction.target), saving) if saving > MIN_GAIN else None
-
-
-def _rank(candidate: Candidate) -> float:
-    """The default options win unless others are clearly better."""
-    has_options = bool(candidate.prediction.target.options)
-    return candidate.score * (1 + MIN_GAIN if has_options else 1)
 
 
 def _with_batch_sizes(calibration: Calibration, target: Target) -> Iterator[Target]:

@@ -18,7 +18,7 @@ from paceline.errors import UsageError
 from paceline.plan.collective_cost import RoundTimes
 from paceline.plan.job import Job
 from paceline.plan.message_rounds import MESSAGE_ROUNDS, MessageRound, Ranks
-from paceline.plan.step_simulation import bucket_algorithm, bucket_layout, exchanges_of
+from paceline.plan.step_simulation import algorithm_of, bucket_layout, exchanges_of
 
 Floats = NDArray[np.float64]
 
@@ -146,7 +146,9 @@ def simulate_cluster_step(job: Job, compute_factors: Floats, collective: Collect
             ready = max(job.gradients[index].ready for index in bucket)
             size = float(sum(job.gradients[index].size_bytes for index in bucket))
             starts = np.maximum(began + ready * compute_factors * compute.backward, link_free)
-            link_free = collective(starts, "all_reduce", bucket_algorithm(job), size)
+            link_free = collective(
+                starts, "all_reduce", algorithm_of(job.strategy, job.options), size
+            )
         return np.maximum(computed, link_free) + update
     ends = computed
     is_sharded = job.strategy == "sharded"

@@ -30,6 +30,10 @@ CODEC_OPTIONS = ("codec", "chunk", "ratio", "rank")
 PLANNED_CODECS = tuple(name for name in CODECS.names() if name != "none")
 
 
+def without_codec(options: Mapping[str, str]) -> dict[str, str]:
+    return {key: value for key, value in options.items() if key not in CODEC_OPTIONS}
+
+
 @dataclass(frozen=True, slots=True)
 class CodecCost:
     """Of one codec; sizes are those of float32 gradients."""

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from paceline.plan.calibration import CollectiveTiming
 from paceline.plan.links import Link
-from paceline.plan.message_rounds import Rounds, rounds_of
+from paceline.plan.message_rounds import Rounds, round_count, rounds_of
 
 Floats = NDArray[np.float64]
 
@@ -308,6 +308,10 @@ class RoundTimes:
 
         return replace(self, **{name: between(name) for name in TIMES})
 
+    def with_call(self, factor: float) -> RoundTimes:
+        """The times with this factor on the cost of the call."""
+        return replace(self, call_seconds=self.call_seconds * factor)
+
     def scaled(self, latency: float, transfer: float) -> RoundTimes:
         """The times with these factors on all latencies and on the time of each byte."""
         return replace(
@@ -389,8 +393,7 @@ def measured_round_trips(timings: Sequence[CollectiveTiming]) -> float:
     latencies = []
     for timing in timings:
         if timing.link is not None and (line := timing.line()) is not None:
-            rounds = rounds_of(timing.operation, timing.algorithm, timing.workers, 1.0)
-            count = sum(each.count for each in rounds)
+            count = round_count(timing.operation, timing.algorithm, timing.workers)
             latencies.append((timing.link.round_trip_seconds, line.latency_seconds / count))
     if len(latencies) < 2:
         return unmeasured

@@ -23,6 +23,7 @@ from paceline.plan.collective_cost import (
     nominal_round_times,
 )
 from paceline.plan.links import Link
+from paceline.plan.message_rounds import round_count
 
 STAND_INS = (
     ("all_reduce", "ring"),
@@ -168,11 +169,13 @@ class CollectiveTimes:
         selected = self._measurements.select(operation, algorithm, place)
         return selected[-1].timing.workers if selected else FEWEST
 
-    @property
-    def most_workers(self) -> int:
-        """The largest measured number of workers."""
-        counts = [each.workers for each in self._calibration.collectives]
-        return max([2, *counts, *(run.workers for run in self._calibration.runs)])
+    def most_workers(self, place: Place) -> int:
+        """The largest measured number of workers on one host, or on several."""
+        collectives, runs = self._calibration.collectives, self._calibration.runs
+        measured = [(one.workers, one.hosts) for one in collectives]
+        measured += [(one.workers, one.hosts) for one in runs]
+        is_across = place.is_across_hosts
+        return max([2, *(workers for workers, hosts in measured if (hosts > 1) == is_across)])
 
     def rounds(
         self, operation: str, algorithm: str, place: Place, members: int = FEWEST
@@ -218,8 +221,16 @@ class CollectiveTimes:
             fewer, more = below[-1].timing.workers, above[0].timing.workers
             times = self._of_selected(below[-1], place)
             if fewer < members < more:
+                # What workers of a host wait for a core is in each round, so calls take as long
+                # as the number of their rounds says.
                 share = (members - fewer) / (more - fewer)
-                times = times.towards(self._of_selected(above[0], place), share)
+                other = self._of_selected(above[0], place)
+                measured = below[-1].timing.operation, below[-1].timing.algorithm
+                rounds = [round_count(*measured, each) for each in (fewer, members, more)]
+                found = times.with_call(1 / rounds[0]).towards(
+                    other.with_call(1 / rounds[2]), share
+                )
+                return found.with_call(rounds[1])
             return times
         if place.is_across_hosts and place.link is not None:
             return nominal_round_times(place.link)

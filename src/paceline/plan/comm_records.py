@@ -38,7 +38,7 @@ def comm_timings(record: Mapping[str, Any], name: str) -> list[CollectiveTiming]
         )
         for (operation, communicator, algorithm), points in cases.items()
     ]  # fmt: skip
-    return _checked(timings, name)
+    return _checked(merged(timings), name)
 
 
 def codec_timings(record: Mapping[str, Any], name: str) -> list[CodecTiming]:
@@ -53,11 +53,11 @@ def codec_timings(record: Mapping[str, Any], name: str) -> list[CodecTiming]:
         CodecTiming(codec, workers, tuple(points), has_matrices)
         for (codec, workers, has_matrices), points in cases.items()
     ]
-    return _checked(timings, name)
+    return _checked(merged(timings), name)
 
 
 def merged(timings: Iterable[Timing]) -> list[Timing]:
-    """One timing of all samples of what several records measured."""
+    """One timing of all samples of a collective or codec, and one point of equal sizes."""
     known: dict[Timing, dict[int, list[float]]] = {}
     for timing in timings:
         samples = known.setdefault(replace(timing, points=()), {})

@@ -10,9 +10,9 @@ from statistics import fmean
 import numpy as np
 
 from paceline.plan.calibration import MeasuredRun
-from paceline.plan.codec_cost import CODEC_OPTIONS
+from paceline.plan.codec_cost import without_codec
 from paceline.plan.collective_times import Place
-from paceline.plan.compute_times import FEWEST_RUNS, PHASE_DEVIATION
+from paceline.plan.compute_times import FEWEST_RUNS, LEAST_DEVIATION, PHASE_DEVIATION
 from paceline.plan.step_simulation import STRATEGIES
 from paceline.plan.target import Target
 
@@ -66,7 +66,9 @@ class Corrections:
         ]
         form = _form(target.strategy, target.options)
         same = [run for run in runs if _form(run.strategy, run.options) == form] or [
-            run for run in runs if _form(run.strategy, run.options) == _without_codec(form)
+            run
+            for run in runs
+            if _form(run.strategy, run.options) == (form[0], without_codec(form[1]))
         ]
         same = [run for run in same if dict(run.options) == dict(target.options)] or same
         distances = [abs(math.log(run.workers / target.workers)) for run in same or runs]
@@ -96,9 +98,11 @@ class Corrections:
             low, high = (low, middle) if is_long else (middle, high)
         factor = math.sqrt(low * high)
         found, more = (self._exchange_seconds(run, each) for each in (factor, 1.1 * factor))
-        # What varies of the exchange is attributed to software.
+        # What varies of the exchange is attributed to software. The link varies less.
         software = max((more - found) / 0.1, 1e-9)
-        deviation = math.hypot(run.deviation, PHASE_DEVIATION) * measured / software
+        of_link = LEAST_DEVIATION * max(measured - software, 0.0)
+        varying = (run.deviation * measured, PHASE_DEVIATION * software, of_link)
+        deviation = math.hypot(*varying) / software
         return Correction(factor, deviation)
 
 
@@ -125,8 +129,3 @@ Form = tuple[str, dict[str, str]]
 
 def _form(strategy: str, options: Mapping[str, str]) -> Form:
     return strategy, {key: value for key, value in options.items() if key not in SIZE_OPTIONS}
-
-
-def _without_codec(form: Form) -> Form:
-    strategy, options = form
-    return strategy, {key: value for key, value in options.items() if key not in CODEC_OPTIONS}

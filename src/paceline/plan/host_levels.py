@@ -26,6 +26,8 @@ class Level:
     """Whose measured rounds these are."""
     place: Place
     rounds: tuple[Rounds, ...]
+    members: int
+    """Workers of one such collective."""
 
 
 def levels_of(
@@ -35,7 +37,7 @@ def levels_of(
     per_host = -(-workers // hosts)
     if hosts == 1 or per_host == 1:
         rounds = rounds_of(operation, algorithm, workers, size_bytes)
-        return (Level(operation, algorithm, place, rounds),)
+        return (Level(operation, algorithm, place, rounds, workers),)
     is_hierarchical = place.backend == "hierarchical"
     within = Place("shm" if is_hierarchical else place.backend, False, None)
     across = replace(place, backend="gloo") if is_hierarchical else place
@@ -46,7 +48,7 @@ def levels_of(
         # Messages from the root's own host do not use its link.
         remote_bytes = (workers - per_host) * size_bytes
         both = Rounds(2, remote_bytes, workers - 1, alternates=True, is_there_and_back=True)
-        return (Level(operation, algorithm, across, (both,)),)
+        return (Level(operation, algorithm, across, (both,), workers),)
     if operation == "all_reduce" and algorithm in MESSAGE_ROUNDS:
         local, remote = _by_level(algorithm, workers, per_host)
         is_tree = algorithm == "tree"
@@ -56,12 +58,13 @@ def levels_of(
                 algorithm,
                 where,
                 tuple(Rounds(1, share * size_bytes, is_there_and_back=is_tree) for share in shares),
+                members,
             )
-            for where, shares in ((within, local), (across, remote))
+            for where, shares, members in ((within, local, per_host), (across, remote, workers))
             if shares
         )
     rounds = rounds_of(operation, algorithm, workers, size_bytes)
-    return (Level(operation, algorithm, across, rounds),)
+    return (Level(operation, algorithm, across, rounds, workers),)
 
 
 def _two_levels(
@@ -70,7 +73,8 @@ def _two_levels(
     """The workers of a host exchange their chunks at once: its link carries the whole tensor."""
 
     def level(name: str, place: Place, count: int) -> Level:
-        return Level(name, "library", place, rounds_of(name, "library", count, size_bytes))
+        rounds = rounds_of(name, "library", count, size_bytes)
+        return Level(name, "library", place, rounds, count)
 
     scatter = level("reduce_scatter", within, per_host)
     gather = level("all_gather", within, per_host)

@@ -4,9 +4,9 @@ With more workers, a core has a lower clock rate, less of the cache and of the m
 may share its execution units with another one. What that costs depends on the machine and on the
 model, so it is measured: workers that compute side by side, and do not communicate.
 
-Workers beyond the cores take turns. While all of them compute, each gets an equal share of the
-cores. Where a step ends with a synchronization, some end it later than the others, because the last
-turns do not fill all cores.
+More workers than cores oversubscribe them. While all of them compute, each gets an equal share of
+the cores. Where a step ends with a synchronization, some end it later than the others, because the
+last ones do not fill all cores.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ KIND = "side_by_side"
 FILE = "side_by_side.json"
 """Beside the runs of a job."""
 SLICE_SECONDS = 0.004
-"""For how long a worker waits at most while another one computes: Linux then moves it to a core, or
-lets it take turns."""
+"""For how long a worker waits at most while another one computes: then the kernel moves it to
+another core, or preempts the other one."""
 
 
 def write_side_by_side(folder: Path, model: str, points: Sequence[SideBySide]) -> None:
@@ -70,18 +70,18 @@ class HostSharing:
         self._workers = [point.workers for point in points] or [1]
         # Others do not make a worker faster.
         slowdowns = np.maximum.accumulate([each / seconds[0] for each in seconds] or [1.0])
-        self._besides_turns = slowdowns / [*map(self.cores, self._workers)]
-        """Slowdowns of the measured numbers of workers, besides that they take turns."""
+        self._besides = slowdowns / [*map(self.oversubscription, self._workers)]
+        """Slowdowns of the measured numbers of workers, relative to the oversubscription."""
 
-    def cores(self, workers: float) -> float:
-        """Of compute and communication, with fewer cores than workers were measured with."""
+    def oversubscription(self, workers: float) -> float:
+        """Of the cores: what their workers need, relative to all cores; at least 1."""
         return max(1.0, workers * self._share)
 
     def compute(self, workers: float) -> float:
-        """Of compute: that of turns, times what is measured besides them, linear between measured
-        numbers of workers."""
-        besides = float(np.interp(workers, self._workers, self._besides_turns))
-        return besides * self.cores(workers)
+        """Of compute: the oversubscription, times what is measured besides it, linear between
+        measured numbers of workers."""
+        besides = float(np.interp(workers, self._workers, self._besides))
+        return besides * self.oversubscription(workers)
 
     def late_seconds(self, workers: float, compute_seconds: float, steps: int = 1) -> float:
         """How much later than with equal shares of the cores the last worker ends, per step.
@@ -89,6 +89,8 @@ class HostSharing:
         `compute_seconds` are those of a step with equal shares, `steps` those between two
         synchronizations.
         """
-        turns = self.cores(workers)
-        late = (math.ceil(turns - 1e-9) / turns - 1) * compute_seconds * steps
+        if workers <= 1:
+            return 0.0
+        each = self.oversubscription(workers)
+        late = (math.ceil(each - 1e-9) / each - 1) * compute_seconds * steps
         return min(max(late, 0.0), SLICE_SECONDS) / steps

@@ -74,6 +74,10 @@ def rounds_of(
     return (by_operation[operation],)
 
 
+def round_count(operation: str, algorithm: str, workers: int) -> int:
+    return sum(each.count for each in rounds_of(operation, algorithm, workers, 1.0))
+
+
 @dataclass(frozen=True, slots=True)
 class MessageRound:
     """A worker sends at most one of its messages, and receives at most one."""

@@ -17,7 +17,7 @@ from paceline.plan.option_variants import EXACT_STRATEGIES, is_exact, option_var
 from paceline.plan.prediction import Interval, Prediction, Predictor
 from paceline.plan.recorded_job import RecordedJob, why_unplannable
 from paceline.plan.run_calibration import calibrate_runs
-from paceline.plan.target import Target
+from paceline.plan.target import Target, backend_on
 from paceline.records import read_json
 
 SAMPLES = 25
@@ -106,6 +106,7 @@ def _candidates(calibration: Calibration, fastest: Target) -> Iterator[Target]:
             target = replace(
                 fastest, strategy=strategy, workers=workers, options={}, hosts=hosts,
                 link=link if hosts > 1 else None,
+                backend=backend_on(fastest.backend, workers, hosts),
             )  # fmt: skip
             yield target
             if workers == fastest.workers:

@@ -5,7 +5,7 @@ is free. The rounds of two collectives alternate: while one waits for a round tr
 the link, so both progress at full speed unless they need more than the whole link. Threads of
 collectives that are in progress at once slow the software of each other. A worker has no more
 threads for the backward pass than cores, so while it encodes a gradient, both progress at half
-speed.
+speed. While collectives are in progress, contention slows the backward pass.
 """
 
 from __future__ import annotations
@@ -88,11 +88,13 @@ def simulate_overlap(
     transfers: Sequence[Transfer],
     threads: int = GLOO_THREADS,
     concurrent_slowdown: float = 1.0,
+    contention: float = 0.0,
 ) -> OverlapTimes:
     """Simulate transfers, which start in the given order.
 
     With `backward_seconds` of 0, all of them are ready at once. `concurrent_slowdown` is that of
-    the software of collectives that are in progress at once.
+    the software of collectives that are in progress at once; `contention` is the slowdown of the
+    backward pass meanwhile: 0.5 takes 1.5 times as long.
     """
     now, computed, hidden = 0.0, 0.0, 0.0
     backward_ended = 0.0 if backward_seconds <= 0 else math.inf
@@ -106,9 +108,10 @@ def simulate_overlap(
             and (not is_computing or waiting[-1].ready * backward_seconds <= computed + EPSILON)
         ):
             active.append(_Active(waiting.pop().time))
-        compute_rate = codec_rate = 1.0
+        compute_rate = 1 / (1 + contention) if active else 1.0
+        codec_rate = 1.0
         if is_computing and any(each.is_encoding for each in active):
-            compute_rate = codec_rate = 0.5
+            compute_rate, codec_rate = min(compute_rate, 0.5), 0.5
         concurrent = concurrent_slowdown if len(active) > 1 else 1.0
         load = max(1.0, math.fsum(each.load(concurrent) for each in active))
         rates = [(codec_rate, each.alone_seconds * load) for each in active]

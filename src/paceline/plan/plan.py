@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +11,7 @@ from paceline.errors import NoPredictionError, RecordsError, UsageError, suggest
 from paceline.plan.advice import Advice, advise
 from paceline.plan.calibration import Calibration
 from paceline.plan.cluster_simulation import Day, Failures, Racks, simulate_days
+from paceline.plan.codec_cost import without_codec
 from paceline.plan.links import Link
 from paceline.plan.option_variants import EXACT_STRATEGIES, is_exact
 from paceline.plan.prediction import Prediction, Predictor
@@ -18,7 +19,7 @@ from paceline.plan.run_calibration import calibrate, read_measured_runs
 from paceline.plan.sensitivity import Sensitivity, sensitivity
 from paceline.plan.step_simulation import STRATEGIES
 from paceline.plan.strategy_options import check_options, own_options, without_defaults
-from paceline.plan.target import Target
+from paceline.plan.target import Target, backend_on
 from paceline.plan.validation import Check, validate
 from paceline.records import SCHEMA, write_json
 
@@ -122,6 +123,9 @@ def make_plan(
             for workers in request.workers
             for name in (candidates if workers > 1 else ["single"])
         ]
+        if is_exact(request.options):
+            # A codec of the runs is recommended only if it was asked for.
+            targets = [replace(each, options=without_codec(each.options)) for each in targets]
         advice = advise(calibration, targets, request.price_per_worker_hour)
     progress("comparing with measured runs")
     checks = validate(calibration, held_out)
@@ -182,7 +186,7 @@ def _target(
         used = [_planned(run.options) for run in calibration.runs if run.strategy == strategy]
         options = used[0] if used and all(each == used[0] for each in used) else {}
     hosts = _hosts(calibration, request, workers)
-    return Target(
+    target = Target(
         strategy,
         workers,
         size * workers if request.scaling == "weak" else size,
@@ -194,6 +198,9 @@ def _target(
         request.slowdown,
         request.racks,
     )
+    if strategy == "shared":
+        return target
+    return replace(target, backend=backend_on(target.backend, workers, target.host_count))
 
 
 def _planned(options: Mapping[str, str]) -> dict[str, str]:

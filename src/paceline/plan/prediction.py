@@ -1,8 +1,8 @@
 """Predictions with intervals: what a job costs on other numbers of workers and other links.
 
-`Predictor.predict` simulates a step with every bootstrap sample of the calibration. The median is
-the prediction; the interval covers 80% of the samples. It predicts the step time of a run as
-reports define it: the mean over the steps, without the first one.
+`Predictor.predict` simulates a step with the measurements of the calibration, which is the
+prediction, and with every bootstrap sample of them: the interval covers 80% of these. It predicts
+the step time of a run as reports define it: the mean over the steps, without the first one.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.errors import MissingMeasurementError
+from paceline.errors import MissingMeasurementError, NoPredictionError
 from paceline.plan.calibration import COMPUTE_PHASES, Calibration, MeasuredRun
 from paceline.plan.cluster_simulation import racks_factor
 from paceline.plan.codec_cost import CODEC_OPTIONS, CodecCost, codec_cost
 from paceline.plan.collective_cost import NO_TIME, CollectiveTime
-from paceline.plan.collective_times import CollectiveMeasurements, CollectiveTimes
+from paceline.plan.collective_times import CollectiveMeasurements, CollectiveTimes, Place
 from paceline.plan.compute_times import FEWEST_RUNS, NORMAL_MAD, ComputeTimes
 from paceline.plan.corrections import LEAST_CORRECTION, Corrections
-from paceline.plan.host_levels import levels_of
+from paceline.plan.host_levels import Level, levels_of
 from paceline.plan.host_sharing import HostSharing
-from paceline.plan.job import Job, StepTime
+from paceline.plan.job import Collective, Compute, Job, StepTime
+from paceline.plan.overlap_costs import OverlapCosts, overlap_costs
 from paceline.plan.step_simulation import (
+    BUCKET_STRATEGIES,
     STRATEGIES,
     fsdp_blocks,
     has_concurrent_collectives,
@@ -51,6 +53,8 @@ LOW, HIGH = 0.1, 0.9
 COMPUTE_ERROR, COMMUNICATION_ERROR = 0.03, 0.05
 """Relative standard deviation between two runs that no single run shows: placement, clock speed,
 other programs; and of what the model leaves out."""
+LEAST_DISTANCE = 0.5
+"""Doublings of the measured number of workers: also as many workers are a prediction."""
 RUN_DEVIATION = 0.045
 """Relative standard deviation of the step time between runs on one machine, if too few runs show
 it: what 48 pairs of runs show without the shift between their sessions
@@ -65,13 +69,16 @@ MOST_WORKERS_FACTOR = 4
 @dataclass(frozen=True, slots=True)
 class Interval:
     median: float
+    """From the measurements themselves, which are in the middle of their bootstrap samples."""
     low: float
     high: float
 
     @classmethod
     def of(cls, values: Floats) -> Interval:
-        median, low, high = np.quantile(values, (0.5, LOW, HIGH))
-        return cls(float(median), float(low), float(high))
+        """The first value is that of the measurements, the others are those of samples."""
+        median = float(values[0])
+        low, high = (float(each) for each in np.quantile(values[1:], (LOW, HIGH)))
+        return cls(median, min(low, median), max(high, median))
 
     def to_dict(self) -> dict[str, float]:
         return {"median": self.median, "low": self.low, "high": self.high}
@@ -161,23 +168,26 @@ class Predictor:
         self._count, self._seed = samples, seed
         self._measurements = CollectiveMeasurements(calibration)
         self._host = HostSharing(calibration)
+        self._known_overlap_costs: dict[tuple[str, Place], OverlapCosts] = {}
         self._corrections = Corrections(
             calibration.runs, self._exchange_seconds, self._measured_exchange
         )
 
     @cached_property
     def _samples(self) -> list[_Sample]:
+        """The measurements themselves, then bootstrap samples of them."""
         random = np.random.default_rng(self._seed)
-        # Evenly spaced quantiles and their opposites, so that the median has no error of its own.
+        # Evenly spaced quantiles and their opposites, so that no error is drawn too often.
         half = self._count // 2
         spaced = [NormalDist().inv_cdf((rank + 0.5) / self._count) for rank in range(half)]
         signs = random.choice((-1.0, 1.0), (half, ERRORS))
         errors = signs * np.transpose([random.permutation(spaced) for _ in range(ERRORS)])
         odd = np.zeros((self._count % 2, ERRORS))
         errors = np.concatenate([errors, odd, -errors])
-        return [
+        drawn = (
             _Sample(self.calibration, self._measurements, random, each) for each in errors.tolist()
-        ]
+        )
+        return [self._center, *drawn]
 
     @cached_property
     def _center(self) -> _Sample:
@@ -199,8 +209,9 @@ class Predictor:
         # What racks add to a step is communication.
         exchange = np.array([step.exchange_seconds for step in steps])
         exposed = (exchange + seconds * (1 - 1 / factor)) / seconds
-        # Step times differ between runs.
-        one_run = seconds * np.exp([self._run_deviation * each.run_error for each in self._samples])
+        # Step times differ between runs, by as much as compute times where a step computes.
+        deviations = np.hypot(LEAST_RUN_DEVIATION, (1 - exposed) * self._run_deviation)
+        one_run = seconds * np.exp(deviations * [each.run_error for each in self._samples])
         return Prediction(
             target,
             Interval.of(one_run),
@@ -213,7 +224,8 @@ class Predictor:
         )
 
     def step_seconds(self, target: Target) -> Floats:
-        """With each bootstrap sample, so that targets can be compared sample by sample."""
+        """With the measurements and each sample of them, so that targets can be compared sample by
+        sample."""
         seconds = np.array([step.seconds for step in self._steps(target)])
         return seconds * self._racks_factor(target)
 
@@ -266,69 +278,17 @@ class Predictor:
     def _job(
         self, sample: _Sample, target: Target, compute_factor: float, software_factor: float
     ) -> Job:
-        workers, slowdown, options = target.workers, target.slowdown, target.options
-        slowest, local = (
-            sample.slowest(self._independence, workers, slowdown, each)
-            for each in (1, local_steps(target.strategy, options))
-        )
-        match options.get("mode", "sync"):
-            case "bounded":
-                bound = int(options.get("staleness", DEFAULT_STALENESS))
-                slowest = local = bounded_mean(workers, slowdown, slowest, bound)
-            case "async":
-                slowest = local = asynchronous_mean(workers, slowdown)
-        compute = sample.compute.at(target.samples_of_worker)
-        factors = target.factors
-        compute_factor *= self._host.compute(target.workers_per_host) * factors.compute
-        compute = compute.scaled(compute_factor * slowest)
-        if options.get("mode", "sync") == "sync":
-            steps = local_steps(target.strategy, options)
-            late = self._host.late_seconds(target.workers_per_host, compute.seconds, steps)
-            compute = compute.scaled(1 + late / compute.seconds)
-        codec = sample.codec(target.options)
-        if target.strategy == "parameter_server":
-            # The servers update the weights, which no worker slows.
-            compute = replace(compute, update=compute.update / slowest)
-        times = sample.collectives
+        compute, local_factor = self._slowest_compute(sample, target, compute_factor)
         concurrent_slowdown = 1.0
-        is_concurrent = has_concurrent_collectives(target.strategy, options)
+        is_concurrent = has_concurrent_collectives(target.strategy, target.options)
         if is_concurrent and target.place.is_across_hosts:
             # What runs of such a strategy take longer is due to collectives in progress at once.
             # Within a host these also copy more slowly, which a factor on all software describes.
             # If runs are faster than the model, the software of each collective is.
             concurrent_slowdown = max(software_factor, 1.0)
             software_factor = min(software_factor, 1.0)
-        communication = 1.0
-        if sample.communication_error:
-            communication = math.exp(self._communication_error * sample.communication_error)
-        per_host = -(-target.workers // target.host_count)
-
-        def collective(operation: str, algorithm: str, size_bytes: float) -> CollectiveTime:
-            spent = NO_TIME
-            for level in levels_of(
-                operation, algorithm, target.workers, target.host_count, size_bytes, target.place
-            ):
-                place = level.place
-                members = target.host_count if place.is_across_hosts else per_host
-                rounds = times.rounds(level.operation, level.algorithm, place, members)
-                rounds = rounds.scaled(factors.latency, factors.transfer)
-                # Of more workers per host than were measured.
-                measured = 1
-                if not place.is_across_hosts:
-                    measured = times.most_members(level.operation, level.algorithm, place)
-                crowding = self._host.cores(per_host) / self._host.cores(min(per_host, measured))
-                time = rounds.time(level.rounds).scaled(crowding * communication)
-                if is_concurrent and not place.is_across_hosts:
-                    # Collectives of more workers share the cores already: what those in progress
-                    # at once take longer is that of two workers.
-                    few = times.rounds(level.operation, level.algorithm, place)
-                    few = few.scaled(factors.latency, factors.transfer)
-                    extra = few.time(level.rounds).scaled(communication)
-                    spent += time.with_software(extra, software_factor - 1)
-                else:
-                    spent += time.scaled(1.0, software_factor)
-            return spent
-
+        codec = sample.codec(target.options)
+        costs = self._overlap_costs(target)
         return Job(
             target.strategy,
             target.options,
@@ -337,12 +297,97 @@ class Predictor:
             self.calibration.gradients,
             self.calibration.optimizer_state_bytes,
             compute,
-            collective,
-            local / slowest,
-            codec and replace(codec, factor=compute_factor),
+            self._collective(sample, target, software_factor),
+            local_factor,
+            codec and replace(codec, factor=compute_factor * self._compute_slowdown(target)),
             target.backend,
             concurrent_slowdown,
+            costs.launch_seconds,
+            costs.contention,
         )
+
+    def _compute_slowdown(self, target: Target) -> float:
+        """By other workers of the host, and by what the target changes."""
+        return self._host.compute(target.workers_per_host) * target.factors.compute
+
+    def _slowest_compute(
+        self, sample: _Sample, target: Target, compute_factor: float
+    ) -> tuple[Compute, float]:
+        """Compute times of the slowest worker in a step, and the factor on them over all local
+        steps."""
+        workers, slowdown, options = target.workers, target.slowdown, target.options
+        steps = local_steps(target.strategy, options)
+        slowest, local = (
+            sample.slowest(self._independence, workers, slowdown, each) for each in (1, steps)
+        )
+        mode = options.get("mode", "sync")
+        if mode == "bounded":
+            bound = int(options.get("staleness", DEFAULT_STALENESS))
+            slowest = local = bounded_mean(workers, slowdown, slowest, bound)
+        elif mode == "async":
+            slowest = local = asynchronous_mean(workers, slowdown)
+        compute = sample.compute.at(target.samples_of_worker)
+        compute = compute.scaled(compute_factor * self._compute_slowdown(target) * slowest)
+        if mode == "sync":
+            late = self._host.late_seconds(target.workers_per_host, compute.seconds, steps)
+            compute = compute.scaled(1 + late / compute.seconds)
+        if target.strategy == "parameter_server":
+            # The servers update the weights, which no worker slows.
+            compute = replace(compute, update=compute.update / slowest)
+        return compute, local / slowest
+
+    def _collective(self, sample: _Sample, target: Target, software_factor: float) -> Collective:
+        """Times of collectives between the workers of the target."""
+        times, factors = sample.collectives, target.factors
+        per_host = -(-target.workers // target.host_count)
+        is_concurrent = has_concurrent_collectives(target.strategy, target.options)
+        communication = 1.0
+        if sample.communication_error:
+            error = self._communication_error * self._distance(target)
+            communication = math.exp(error * sample.communication_error)
+
+        def of_level(level: Level) -> CollectiveTime:
+            timed = level.operation, level.algorithm, level.place
+            rounds = times.rounds(*timed, level.members)
+            is_across = level.place.is_across_hosts
+            # Of more workers per host than were measured.
+            measured = 1 if is_across else min(per_host, times.most_members(*timed))
+            slowdown = self._host.oversubscription(per_host) / self._host.oversubscription(measured)
+            time = rounds.scaled(factors.latency, factors.transfer).time(level.rounds)
+            time = time.scaled(slowdown * communication)
+            if is_across or not is_concurrent:
+                return time.scaled(1.0, software_factor)
+            # Collectives of more workers share the cores already: what those in progress at once
+            # take longer is that of two workers.
+            few = times.rounds(*timed).scaled(factors.latency, factors.transfer)
+            extra = few.time(level.rounds).scaled(communication)
+            return time.with_software(extra, software_factor - 1)
+
+        def collective(operation: str, algorithm: str, size_bytes: float) -> CollectiveTime:
+            levels = levels_of(
+                operation, algorithm, target.workers, target.host_count, size_bytes, target.place
+            )
+            return sum(map(of_level, levels), NO_TIME)
+
+        return collective
+
+    def _overlap_costs(self, target: Target) -> OverlapCosts:
+        if target.strategy not in BUCKET_STRATEGIES or target.workers == 1:
+            return OverlapCosts()
+        key = target.strategy, target.place
+        if key not in self._known_overlap_costs:
+            self._known_overlap_costs[key] = overlap_costs(
+                self.calibration.runs, target, self._backward_seconds, self._run_deviation
+            )
+        return self._known_overlap_costs[key]
+
+    def _backward_seconds(self, run: MeasuredRun) -> float:
+        """Of a run, if it did not communicate meanwhile."""
+        ratio = self._compute_ratio(run)
+        if ratio is None:
+            return run.phases["backward"]
+        slowdown = self._host.compute(Target.of(run).workers_per_host)
+        return ratio * slowdown * self._center.compute.at(run.samples).backward
 
     def _compute_factor(self, target: Target) -> float:
         """Compute time in distributed runs, relative to what the compute points say."""
@@ -377,9 +422,18 @@ class Predictor:
         ratios = []
         for run in self.calibration.runs:
             if run.workers > 1 and run.strategy in STRATEGIES:
-                ratio = self._measured_exchange(run) / max(self._exchange_seconds(run, 1.0), 1e-9)
+                try:
+                    modeled = self._exchange_seconds(run, 1.0)
+                except NoPredictionError:
+                    continue  # the collectives in its place were not measured
+                ratio = self._measured_exchange(run) / max(modeled, 1e-9)
                 ratios += [ratio] if ratio > 0 else []
         return _spread(ratios, COMMUNICATION_ERROR)
+
+    def _distance(self, target: Target) -> float:
+        """From the largest measured number of workers, in doublings: errors grow with it."""
+        measured = self._center.collectives.most_workers(target.place)
+        return max(LEAST_DISTANCE, math.log2(target.workers / measured))
 
     @cached_property
     def _independence(self) -> float:
@@ -469,7 +523,7 @@ class Predictor:
                 f"{target.samples_of_worker} samples per worker, measured {low:g} to {high:g}"
             )
         if target.workers > 1:
-            measured = self._center.collectives.most_workers
+            measured = self._center.collectives.most_workers(target.place)
             if target.workers > MOST_WORKERS_FACTOR * measured:
                 found.append(f"{target.workers} workers, measured {measured}")
             found += self._center.collectives.extrapolations(target.place)

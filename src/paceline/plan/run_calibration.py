@@ -133,7 +133,7 @@ def read_measured_runs(paths: Sequence[str], calibration: Calibration) -> list[M
         _check_same(texts, "settings", "--against runs with the same settings")
     codecs = plannable_codecs(calibration.codec_timings, calibration.gradients)
     return [
-        _on_link(job.measured(), calibration.links())
+        _measured_on_link(job, calibration.links())
         for job in jobs
         if is_modeled(job.run.settings.options, codecs)
     ]
@@ -143,10 +143,11 @@ def _cpu(job: RecordedJob) -> Any:
     return (job.run.result or {}).get("hardware", {}).get("cpu")
 
 
-def _on_link(run: MeasuredRun, links: Sequence[Link]) -> MeasuredRun:
+def _measured_on_link(job: RecordedJob, links: Sequence[Link]) -> MeasuredRun:
     """On several real hosts, the link is that of the records of `paceline comm`, if it is one."""
-    is_known = run.hosts == 1 or run.link is not None or len(links) != 1
-    return run if is_known else replace(run, link=links[0])
+    run = job.measured()
+    is_unknown = run.hosts > 1 and run.link is None and not job.run.settings.cluster
+    return replace(run, link=links[0]) if is_unknown and len(links) == 1 else run
 
 
 def _jobs(runs: Sequence[RecordedJob], model: str | None, flag: str = "") -> list[RecordedJob]:
@@ -193,7 +194,7 @@ def _calibration(
         codec_timings=tuple(codecs),
         cores_per_worker=_cores_per_worker(jobs),
         runs=tuple(
-            _on_link(job.measured(), links)
+            _measured_on_link(job, links)
             for job in jobs
             if job.workers > 1 and is_modeled(job.run.settings.options, plannable)
         ),

@@ -52,9 +52,8 @@ PRESETS = {
 
 
 def _preset(strategy: str, options: Mapping[str, str]) -> tuple[str, bool]:
-    algorithm, is_flat = PRESETS[strategy]
-    text = options.get("flat", str(is_flat))
-    return options.get("algorithm", algorithm), text.lower() == "true"
+    text = options.get("flat", str(PRESETS[strategy][1]))
+    return algorithm_of(strategy, options), text.lower() == "true"
 
 
 def has_concurrent_collectives(strategy: str, options: Mapping[str, str]) -> bool:
@@ -90,9 +89,10 @@ def _reduced_bytes(job: Job, algorithm: str, at_once: Sequence[Sequence[Gradient
 BUCKET_STRATEGIES = ("overlap", "ddp")
 
 
-def bucket_algorithm(job: Job) -> str:
-    """The all-reduce algorithm of strategies with buckets."""
-    return job.options.get("algorithm", "library") if job.strategy == "overlap" else "library"
+def algorithm_of(strategy: str, options: Mapping[str, str]) -> str:
+    """That averages gradients or weights."""
+    default, _ = PRESETS.get(strategy, ("library", False))
+    return options.get("algorithm", default)
 
 
 def bucket_layout(job: Job) -> list[list[int]] | None:
@@ -115,16 +115,17 @@ def ready_order(gradients: Sequence[Gradient]) -> list[int]:
 
 
 def _in_buckets(job: Job) -> StepTime:
-    algorithm = bucket_algorithm(job)
+    algorithm = algorithm_of(job.strategy, job.options)
     # A codec or an algorithm of comm/algorithms runs in one background thread.
     threads = GLOO_THREADS if algorithm == "library" and job.codec is None else 1
     layout = bucket_layout(job) or []
     buckets = [[job.gradients[index] for index in bucket] for bucket in layout]
     ready = [max(each.ready for each in bucket) for bucket in buckets]
-    starts = [when * job.compute.backward for when in ready]
+    backward = job.compute.backward + job.launch_seconds
+    starts = [when * backward for when in ready]
     reductions = in_sequence([job.reduction(algorithm, each) for each in buckets], starts)
     transfers = [*map(Transfer, ready, reductions)]
-    times = simulate_overlap(job.compute.backward, transfers, threads)
+    times = simulate_overlap(backward, transfers, threads, contention=job.contention)
     return _overlapped(job, times, _reduced_bytes(job, algorithm, buckets))
 
 
@@ -200,7 +201,7 @@ def _periodic(
     def step(job: Job) -> StepTime:
         every = job.option(every_option, every_default)
         size = job.gradient_bytes + (job.optimizer_state_bytes if averages_state else 0)
-        algorithm = job.options.get("algorithm", "library")
+        algorithm = algorithm_of(job.strategy, job.options)
         outer = job.collective("all_reduce", algorithm, size).seconds / every
         compute = job.compute.seconds * job.local_factor
         link = job.link_bytes("all_reduce", algorithm, size) / every

@@ -13,6 +13,15 @@ from paceline.plan.collective_times import Place
 from paceline.plan.links import Link
 
 
+def backend_on(backend: str, workers: int, hosts: int) -> str:
+    """The one that runs with this backend have on these hosts: only memory of a host is shared."""
+    if backend not in ("shm", "hierarchical"):
+        return backend
+    if hosts == 1:
+        return "shm"
+    return "hierarchical" if workers > hosts else "gloo"
+
+
 @dataclass(frozen=True, slots=True)
 class TimeFactors:
     """Factors on what the calibration measured, for questions such as: what if links were faster?

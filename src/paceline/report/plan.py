@@ -16,12 +16,12 @@ from paceline.plan.sensitivity import Sensitivity
 from paceline.report.wording.plan import (
     batch_advice_texts,
     batch_text,
+    by_place,
     condition_notes,
     configuration,
     effect_cells,
     extrapolation_notes,
     limit_text,
-    place_text,
     recommendation_text,
     runner_up_texts,
     step_text,
@@ -38,9 +38,7 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     console = console or open_console(width=WIDTH)
     if plan.advice is not None:
         _print_advice(console, plan.advice)
-    places = dict.fromkeys(place_text(each.target) for each in plan.predictions)
-    for place in places:
-        same = [each for each in plan.predictions if place_text(each.target) == place]
+    for place, same in by_place(plan.predictions).items():
         title = f"\n{plan.calibration.model}, {batch_text(same[0].target)}, {place}"
         console.print(title, style="bold")
         console.print(_table(same))

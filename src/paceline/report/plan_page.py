@@ -32,12 +32,12 @@ from paceline.report.sections.common import line_figure
 from paceline.report.wording.plan import (
     batch_advice_texts,
     batch_text,
+    by_place,
     condition_notes,
     configuration,
     effect_cells,
     extrapolation_notes,
     limit_text,
-    place_text,
     recommendation_text,
     runner_up_texts,
     step_text,
@@ -84,7 +84,7 @@ def plan_document(plan: Plan) -> Document:
         subtitle=" · ".join(
             [
                 f"{len(known.sources)} runs",
-                *dict.fromkeys(place_text(each.target) for each in plan.predictions),
+                *by_place(plan.predictions),
                 *(machine if known.hardware.get("cpu") else []),
             ]
         ),
@@ -110,11 +110,9 @@ def _points(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _sections(plan: Plan) -> Iterator[Section]:
-    by_place: dict[str, list[Prediction]] = {}
-    for each in plan.predictions:
-        by_place.setdefault(place_text(each.target), []).append(each)
-    for place, predictions in by_place.items():
-        title = "Scaling" if len(by_place) == 1 else f"Scaling: {place}"
+    places = by_place(plan.predictions)
+    for place, predictions in places.items():
+        title = "Scaling" if len(places) == 1 else f"Scaling: {place}"
         yield Section(slug(title), title, list(_scaling(place, predictions)))
     if plan.sensitivity is not None:
         target, effects = plan.sensitivity.target, plan.sensitivity.effects

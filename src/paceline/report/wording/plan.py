@@ -64,6 +64,32 @@ def next_run_text(one: NextRun, fastest: MeasuredRun) -> str:
     )
 
 
+def by_place(predictions: Sequence[Prediction]) -> dict[str, list[Prediction]]:
+    """Predictions by what connects their workers, each for a table and its curves.
+
+    Either all have the same hosts, or hosts have the same number of workers: one host with that
+    many, or fewer, belongs to the next larger number of hosts.
+    """
+    spread = {each.target.hosts for each in predictions if each.target.host_count > 1}
+    found: dict[str, list[Prediction]] = {}
+    of_one_host: list[Prediction] = []
+    for each in predictions:
+        target = each.target
+        if target.host_count == 1 and target.link is None and spread:
+            of_one_host.append(each)
+            continue
+        place = place_text(target)
+        if len(spread) > 1 and target.host_count > 1:
+            per_host = target.workers // target.host_count
+            workers = "1 worker" if per_host == 1 else f"{per_host} workers"
+            place = ", ".join([f"{workers} per host", *place.split(", ")[1:]])
+        found.setdefault(place, []).extend([*of_one_host, each])
+        of_one_host = []
+    if of_one_host:
+        found.setdefault(place_text(of_one_host[0].target), []).extend(of_one_host)
+    return found
+
+
 def place_text(target: Target) -> str:
     link, hosts = target.link, target.hosts
     if link is None:
