@@ -13,11 +13,13 @@ from paceline.comm import in_process
 from paceline.comm.communicator import Communicator
 from paceline.comm.rank_info import SINGLE_PROCESS
 from paceline.comm.work import CompletedWork, Work
-from paceline.commbench import operations, runner
+from paceline.commbench import codecs, operations, runner
 from paceline.commbench.codecs import WORLD_SIZES, CodecTiming, matrix_shape, time_codecs
 from paceline.commbench.record import Limit, link_limit, make_record
 from paceline.commbench.runner import CaseTiming, time_size
 from paceline.commbench.spec import OPERATIONS, BenchmarkSpec, Case, make_spec
+from paceline.compression.codec import Codec
+from paceline.compression.timing import exchange_seconds
 from paceline.errors import RunError
 
 SIZE = 3 * 70_000 * 4
@@ -161,6 +163,22 @@ def test_a_codec_is_timed_with_a_matrix_close_to_a_square(
     elements: int, shape: tuple[int, int]
 ) -> None:
     assert matrix_shape(elements) == shape
+
+
+def test_codecs_are_timed_with_matrices_that_they_may_compress(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shapes: list[Any] = []
+
+    def timed(codec: Codec, gradient: Tensor, workers: int, given: Any) -> float:
+        shapes.append((gradient.numel(), *given))
+        return exchange_seconds(codec, gradient, workers, given)
+
+    monkeypatch.setattr(codecs, "exchange_seconds", timed)
+    spec = quick_spec(codecs="powersgd", sizes="16k")
+    cpu = torch.device("cpu")
+    in_process.run(1, lambda team: time_codecs(spec, team, cpu, runner._slowest))
+    assert {*shapes} == {(4096, (64, 64))}
 
 
 def test_codecs_are_timed_alike_on_every_worker() -> None:

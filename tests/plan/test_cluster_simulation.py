@@ -64,7 +64,11 @@ def test_a_step_equals_that_of_every_message(strategy: str, workers: int) -> Non
 
 
 @pytest.mark.parametrize("strategy", ["ring", "tree", "halving_doubling", "gather_scatter"])
-@pytest.mark.parametrize(("workers", "racks"), [(16, Racks(4, 4.0)), (64, Racks(8, 2.0))])
+@pytest.mark.parametrize(
+    ("workers", "racks"),
+    # In small racks, the uplink limits what the root receives.
+    [(8, Racks(2, 4.0)), (16, Racks(4, 4.0)), (64, Racks(8, 2.0))],
+)
 def test_racks_slow_messages_between_them(strategy: str, workers: int, racks: Racks) -> None:
     network = Network(LATENCY, RATE, racks.size, racks.oversubscription)
     same = np.ones(workers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -14,7 +14,7 @@ from paceline.plan.collective_cost import CollectiveTime
 from paceline.plan.job import Compute, Job
 from paceline.plan.links import Link
 from paceline.plan.overlap_simulation import Transfer, simulate_overlap
-from paceline.plan.prediction import Predictor
+from paceline.plan.prediction import Interval, Predictor
 from paceline.plan.step_simulation import simulate_step
 from paceline.plan.strategy_options import own_options
 from paceline.plan.target import Target
@@ -188,3 +188,24 @@ def test_options_of_codecs_are_checked() -> None:
 
 def test_a_calibration_with_codecs_goes_through_json() -> None:
     assert Calibration.from_dict(with_codecs().to_dict()) == with_codecs()
+
+
+def test_the_order_of_predictions_changes_none() -> None:
+    noisy = [
+        replace(
+            each,
+            points=tuple(
+                replace(point, seconds=tuple(factor * point.seconds[0] for factor in (0.8, 1, 1.2)))
+                for point in each.points
+            ),
+        )
+        for each in TIMINGS
+    ]
+    known = replace(calibration(), codec_timings=tuple(noisy))
+    targets = [Target("ring", 4, 64, {"codec": codec}, link=LINK) for codec in ("bf16", "int8")]
+
+    def intervals(order: Sequence[Target]) -> dict[str, Interval]:
+        predictor = Predictor(known, samples=10)
+        return {each.options["codec"]: predictor.predict(each).step_seconds for each in order}
+
+    assert intervals(targets) == intervals(targets[::-1])

@@ -175,6 +175,40 @@ def test_rounds_of_gloos_reduce_scatter_are_those_of_a_ring_of_messages() -> Non
         assert eight == pytest.approx(0.6e-3 + 6 * of_round, rel=1e-2)
 
 
+def test_calls_of_more_workers_of_a_host_take_as_long_as_their_rounds_say() -> None:
+    """Calls of two workers take 0.5 ms per round, those of eight 1/14 ms."""
+
+    def library(workers: int, call: float) -> CollectiveTiming:
+        rounds = 2 * (workers - 1)
+        points = tuple(
+            SizePoint(size, (call + rounds * (0.1e-3 + size / workers / RATE),) * 3)
+            for size in (64, 2**10, 2**20, 2**24)
+        )
+        return CollectiveTiming("gloo", "all_reduce", "library", workers, 1, None, points)
+
+    timings = (
+        timing("send_recv", "library", 0.1e-3, RATE, link=None),
+        library(2, 1e-3),
+        library(8, 1e-3),
+    )
+    times = CollectiveTimes(CollectiveMeasurements(calibration(collectives=timings)))
+    for workers, per_round in ((2, 1 / 2), (5, (1 / 2 + 1 / 14) / 2), (8, 1 / 14)):
+        rounds = times.rounds("all_reduce", "library", Place("gloo", False, None), workers)
+        assert rounds.call_seconds == pytest.approx(2 * (workers - 1) * per_round * 1e-3, rel=0.01)
+
+
+@pytest.mark.parametrize(("backend", "call"), [("gloo", 0.0), ("nccl", 0.8e-3)])
+def test_only_two_workers_share_a_connection_of_gloo(backend: str, call: float) -> None:
+    timings = [
+        timing("send_recv", "library", 0.1e-3, RATE, backend=backend),
+        timing("all_reduce", "library", 1e-3, RATE, backend=backend),
+    ]
+    times = CollectiveTimes(CollectiveMeasurements(calibration(collectives=timings)))
+    place = Place(backend, True, Link(1e9))
+    seconds = [times.rounds("all_reduce", "library", place, each).call_seconds for each in (2, 4)]
+    assert seconds == pytest.approx([0.8e-3, call], rel=0.01)
+
+
 def test_one_disturbed_size_hardly_changes_the_line() -> None:
     def points(disturbed: float) -> tuple[SizePoint, ...]:
         sizes = [2**12, 2**20, 2**21, 2**22, 2**23, 2**24]

@@ -192,6 +192,15 @@ def test_a_record_is_read_for_its_own_model_only(tmp_path: Path) -> None:
     assert read_side_by_side(tmp_path, "mlp") == ()
 
 
+@pytest.mark.parametrize("workers", [(2,), (1, 2, 2)])
+def test_one_worker_and_each_other_number_are_measured_once(
+    workers: tuple[int, ...], tmp_path: Path
+) -> None:
+    write_side_by_side(tmp_path, "lenet", [SideBySide(count, (0.01,) * count) for count in workers])
+    with pytest.raises(RecordsError, match=f"{FILE} is damaged: one worker, and each other"):
+        read_side_by_side(tmp_path, "lenet")
+
+
 @pytest.mark.parametrize("seconds", ["[]", "[0.0]", '["fast"]'])
 def test_a_damaged_record_is_named(seconds: str, tmp_path: Path) -> None:
     points = f'[{{"workers": 1, "step_seconds": {seconds}}}]'

@@ -12,6 +12,7 @@ import pytest
 from paceline.analysis.collection import collect
 from paceline.plan.next_runs import NextRuns, next_runs
 from paceline.plan.run_calibration import calibrate
+from paceline.records import write_json
 from paceline.report.build import write_report
 from tests.plan.test_run_calibration import comm_record, write
 
@@ -110,6 +111,23 @@ def test_commands_emulate_the_cluster_of_the_runs(root: Path) -> None:
         for each in found.found
         if each.prediction.target.workers == 2
     )
+
+
+def test_other_strategies_need_no_shared_memory(tmp_path: Path) -> None:
+    """Shared weights are the fastest measured strategy; others communicate with gloo."""
+    for batch in (16, 96):
+        write(tmp_path, f"one-{batch}", 1, batch, cluster=None)
+    two = {"cluster": None, "nnodes": 1, "nproc_per_node": 2}
+    write(tmp_path, "two", 2, 192, strategy="shared", **two)
+    file = comm_record(tmp_path / "comm.json", nodes=1)
+    record = {**json.loads(file.read_text()), "cluster": None}
+    for one in record["measurements"]:
+        one["samples_seconds"] = [each / 10 for each in one["samples_seconds"]]
+    write_json(file, record)
+    found = found_in(tmp_path)
+    assert found is not None
+    assert found.fastest.strategy == "shared"
+    assert not any("--communicator" in each.command for each in found.found)
 
 
 def test_nothing_is_predicted_from_contended_runs(root: Path) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.plan.calibration import MeasuredRun
+from paceline.plan.calibration import MeasuredRun, SideBySide
 from paceline.plan.collective_cost import CollectiveTime
 from paceline.plan.overlap_costs import (
     CONTENTION_DEVIATION,
@@ -18,7 +18,7 @@ from paceline.plan.overlap_costs import (
 from paceline.plan.overlap_simulation import Transfer, simulate_overlap
 from paceline.plan.prediction import Predictor
 from paceline.plan.target import Target
-from tests.support.calibrations import LINK, calibration, point
+from tests.support.calibrations import LINK, calibration, point, timing
 
 ALONE = 0.0252
 """Backward pass of the calibration with 32 samples."""
@@ -115,3 +115,32 @@ def test_predictions_contain_what_runs_show() -> None:
     # Runs differ by 4.5%, which is more than launches usually do.
     weight = LAUNCH_DEVIATION**2 / (LAUNCH_DEVIATION**2 + (0.045 * ALONE) ** 2)
     assert steps[1] - steps[0] == pytest.approx(0.004 * weight, rel=0.05)
+
+
+def test_launches_are_not_usual_on_gpus() -> None:
+    """Kernels hide them, unless runs show otherwise."""
+    target = replace(TARGET, backend="nccl")
+    plain = replace(run("ddp", 0.0, 0.0), backend="nccl")
+    assert costs(plain, target=target, deviation=0.1).launch_seconds == 0.0
+    longer = replace(run("ddp", 0.001, 0.0), backend="nccl")
+    assert costs(longer, target=target).launch_seconds == pytest.approx(0.001)
+
+
+@pytest.mark.parametrize("is_one_host", [False, True])
+def test_a_run_whose_compute_is_slower_has_no_more_launches(is_one_host: bool) -> None:
+    """All phases take 1.2 times as long, on one host because workers side by side do."""
+    ring = timing("all_reduce", "ring", 1e-3, 100e6, link=None if is_one_host else LINK)
+    sharing = (SideBySide(1, (0.01,)), SideBySide(2, (0.012,) * 2)) if is_one_host else ()
+    target = Target("overlap", 2, 64, link=None if is_one_host else LINK)
+    steps = []
+    for factor in (1.0, 1.2):
+        phases = {name: factor * spent for name, spent in point(32, 0.042).phases.items()}
+        same = run("overlap", 0.0, 0.0)
+        same = replace(same, phases={**phases, "exchange": 0.05}, hosts=target.host_count)
+        known = replace(
+            calibration(collectives=[ring]),
+            runs=(replace(same, link=target.link),),
+            side_by_side=sharing if factor > 1 else (),
+        )
+        steps.append(Predictor(known, samples=1).typical_step_seconds(target))
+    assert steps[1] - steps[0] == pytest.approx(0.2 * 0.042, rel=0.02)

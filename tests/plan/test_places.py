@@ -19,7 +19,7 @@ from paceline.plan.prediction import Predictor
 from paceline.plan.run_calibration import calibrate
 from paceline.plan.target import Target, backend_on
 from paceline.records import write_json
-from tests.plan.test_run_calibration import comm_record, write
+from tests.plan.test_run_calibration import CLUSTER, comm_record, write
 from tests.support.calibrations import LINK, calibration, point, timing
 
 
@@ -48,8 +48,60 @@ def test_plans_have_as_many_workers_per_host_as_the_runs(real_hosts: Path, tmp_p
         return [each["hosts"] for each in planned(real_hosts, tmp_path, *more)]
 
     assert hosts("--workers=4,6,8") == [2, 3, 4]
+    # What two workers of one host exchange was not measured.
+    assert hosts("--workers=2,4") == [2, 2]
     assert hosts("--workers=4,8", "--hosts=2") == [2, 2]
     assert hosts("--workers=4,8", "--link=10gbit") == [4, 8]
+
+
+def test_workers_that_do_not_fill_hosts_equally_are_named(
+    real_hosts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert [each["workers"] for each in planned(real_hosts, tmp_path, "--workers=4,5")] == [4]
+    assert "5 workers cannot share 3 hosts equally" in capsys.readouterr().out
+
+
+def test_workers_are_where_the_runs_had_as_many(tmp_path: Path) -> None:
+    """Two hosts with a worker each, and with two."""
+    root = tmp_path / "runs"
+    for batch in (16, 64):
+        write(root, f"one-{batch}", 1, batch)
+    write(root, "two", 2, 64, strategy="ring")
+    settings: dict[str, Any] = {"nnodes": 2, "nproc_per_node": 2, "cluster": CLUSTER.format(2)}
+    write(root, "four", 4, 64, strategy="ring", **settings)
+    for nodes in (1, 2):
+        comm_record(root / f"comm-{nodes}.json", nodes=nodes)
+    found = planned(root, tmp_path, "--workers=2,4,8")
+    assert [each["hosts"] for each in found] == [2, 2, 4]
+
+
+def test_one_host_of_several_workers_belongs_to_hosts_with_as_many(
+    real_hosts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    comm = comm_record(real_hosts / "comm-host.json", nodes=1)
+    write_json(comm, {**json.loads(comm.read_text()), "cluster": None})
+    assert [each["hosts"] for each in planned(real_hosts, tmp_path, "--workers=2,4")] == [1, 2]
+    assert "lenet, batch 64, 2 workers per host" in capsys.readouterr().out
+
+
+def test_runs_of_shared_weights_are_reproduced(tmp_path: Path) -> None:
+    """They communicate in shared memory, whatever exchanges the tensors of other strategies."""
+    root = tmp_path / "runs"
+    settings: dict[str, Any] = {"cluster": None, "nnodes": 1, "nproc_per_node": 2}
+    for batch in (16, 64):
+        write(root, f"one-{batch}", 1, batch, cluster=None)
+    write(root, "two", 2, 64, strategy="shared", **settings)
+    record = json.loads(comm_record(root / "comm.json", nodes=1).read_text())
+    gloo = record["measurements"]
+    own = [{**each, "communicator": "shm"} for each in gloo]
+    write_json(root / "comm.json", {**record, "cluster": None, "measurements": [*gloo, *own]})
+    (run,) = calibrate([str(root)]).runs
+    assert run.backend == "shm"
+    (shared, ring) = planned(root, tmp_path, "--workers=2", "--strategy=shared,ring")
+    # 42 ms of compute, of which each worker does half of the update, and 50 ms of exchange.
+    assert shared["step_seconds"]["median"] == pytest.approx(0.042 - 0.0021 + 0.05, rel=0.005)
+    # A ring is not corrected by what shared weights take longer.
+    assert ring["step_seconds"]["median"] == pytest.approx(0.042 + 0.045, rel=0.02)
 
 
 def test_numbers_of_hosts_share_a_table_and_curves(

@@ -10,10 +10,11 @@ import pytest
 
 from paceline.errors import MissingMeasurementError, NoPredictionError
 from paceline.plan import prediction
-from paceline.plan.calibration import MeasuredRun
+from paceline.plan.calibration import ComputePoint, MeasuredRun
 from paceline.plan.cluster_simulation import Racks
 from paceline.plan.compute_times import ComputeTimes, deviation_of_runs
 from paceline.plan.corrections import Correction, shrunk_correction
+from paceline.plan.host_sharing import HostSharing
 from paceline.plan.links import Link
 from paceline.plan.prediction import Predictor
 from paceline.plan.stragglers import expected_maximum
@@ -94,9 +95,63 @@ def test_points_made_from_runs_with_several_workers_do_not_confirm_themselves() 
     phases = dict(point(32, 0.042).phases)
     runs = (MeasuredRun("ring", {}, "gloo", 2, 2, LINK, 32, 0.1, phases),) * 4
     alone = point(32, 0.042)
-    assert deviation_of_runs(replace(calibration(), compute=(alone,), runs=runs)) == 0.02
-    made = replace(alone, step_seconds=())
-    assert deviation_of_runs(replace(calibration(), compute=(made,), runs=runs)) is None
+
+    def deviation(compute: ComputePoint) -> float | None:
+        known = replace(calibration(), compute=(compute,), runs=runs)
+        return deviation_of_runs(known, HostSharing(known))
+
+    assert deviation(alone) == 0.02
+    assert deviation(replace(alone, step_seconds=())) is None
+
+
+def test_sharing_the_cores_of_a_host_is_no_deviation() -> None:
+    """One worker has all cores; two take twice as long."""
+    phases = {name: 2 * spent for name, spent in point(32, 0.042).phases.items()}
+    runs = (MeasuredRun("ring", {}, "gloo", 2, 1, None, 32, 0.1, phases),) * 4
+    known = replace(calibration(), compute=(point(32, 0.042),), runs=runs)
+    sharing = replace(known, cores_per_worker=2.0)
+    assert deviation_of_runs(sharing, HostSharing(sharing)) == 0.02
+    assert deviation_of_runs(known, HostSharing(known)) == pytest.approx(1.48 * math.log(2))
+
+
+@pytest.mark.parametrize(("backend", "factor"), [("nccl", 1.0), ("gloo", 1.2)])
+def test_the_input_alone_does_not_scale_compute(backend: str, factor: float) -> None:
+    """FSDP with NCCL overlaps all other phases with communication."""
+    compute = ComputePoint(32, {**point(32, 0.042).phases, "input": 1e-4}, (0.042,) * 20)
+    phases = {**compute.phases, "input": 1e-3, "forward": 1.2 * 0.0126, "exchange": 0.05}
+    run = MeasuredRun("fsdp", {}, backend, 2, 2, LINK, 32, 0.1, phases)
+    timings = [
+        timing(operation, algorithm, 1e-3, 100e6, backend=backend)
+        for operation, algorithm in (
+            ("all_reduce", "ring"), ("reduce_scatter", "library"), ("all_gather", "library"),
+        )
+    ]  # fmt: skip
+    known = replace(calibration(collectives=timings), compute=(compute,))
+    target = Target("single", 1, 32, backend=backend)
+    ring = Target("ring", 2, 64, link=LINK, backend=backend)
+    steps = [
+        Predictor(replace(known, runs=runs), samples=1).predict(replace(ring, options={}))
+        for runs in ((), (run,))
+    ]
+    alone = Predictor(known, samples=1).typical_step_seconds(target)
+    of_compute = [
+        each.step_seconds.median * (1 - each.exposed_communication.median) for each in steps
+    ]
+    assert of_compute[0] == pytest.approx(alone)
+    # The little that the input took longer, relative to the forward pass.
+    assert of_compute[1] == pytest.approx(factor * alone, rel=0.08)
+
+
+def test_runs_that_the_model_does_not_predict_correct_nothing() -> None:
+    """`shared` on several hosts has no prediction, but other strategies have."""
+    phases = {**point(32, 0.042).phases, "exchange": 0.05}
+    run = MeasuredRun("shared", {}, "gloo", 2, 2, LINK, 32, 0.1, phases)
+    target = Target("ring", 4, 64, link=LINK)
+    with_run, without = (
+        Predictor(replace(calibration(), runs=runs), samples=1).typical_step_seconds(target)
+        for runs in ((run,), ())
+    )
+    assert with_run == pytest.approx(without)
 
 
 def test_more_samples_never_take_less_time() -> None:

@@ -306,7 +306,7 @@ def test_strategies_that_cannot_be_planned_are_skipped_with_a_note(
         (["{root}/one-16/result.json"], "is not a record of `paceline comm`: give runs and"),
         (
             ["{root}", "--hosts", "2", "--workers", "3"],
-            "3 workers cannot share 2 hosts equally: choose a multiple of --hosts",
+            "3 workers cannot share 2 hosts equally: choose other --workers or --hosts",
         ),
         (
             ["{root}", "--racks", "4:2", "--hosts", "1", "--workers", "4"],
@@ -513,6 +513,31 @@ def test_foreign_records_are_one_line(
         ({"measurements": [{"operation": "all_reduce"}]}, "algorithm is missing"),
         ({"measurements": 5}, "a list is missing"),
         ({"cluster": {"asked": [1e9]}}, "an object is missing"),
+        ({"hardware": "a CPU"}, "an object is missing"),
+        ({"workers": 10**400}, "an integer is too large"),
+        (
+            {"cluster": {"asked": {"bandwidth_bits_per_second": 0.0}}},
+            "links must have a bandwidth above 0",
+        ),
+        (
+            {"cluster": {"asked": {"bandwidth_bits_per_second": 1e9, "latency_seconds": -1.0}}},
+            "links must have a bandwidth above 0, and no latency below 0",
+        ),
+        ({"cluster": None, "plan": {"link_bits_per_second": -1.0}}, "links must have a bandwidth"),
+        (
+            {
+                "measurements": [
+                    {
+                        "operation": "all_reduce",
+                        "communicator": "torch",
+                        "algorithm": "ring",
+                        "bytes": -4,
+                        "samples_seconds": [1.0],
+                    }
+                ]
+            },
+            "collectives must have sizes above 0",
+        ),
         ({"codecs": [{"codec": "bf16", "workers": 2}]}, "bytes is missing"),
         (
             {"codecs": [{"codec": "bf16", "workers": 2, "bytes": 4, "samples_seconds": []}]},
@@ -529,3 +554,12 @@ def test_damaged_comm_records_are_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"paceline: error: {path} is damaged: {message}")
     assert line.endswith(": measure again with `paceline comm --json`")
+
+
+def test_a_machine_without_a_number_of_cores_is_planned_from(root: Path) -> None:
+    for name in ("one-16", "one-64", "two-ring"):
+        path = root / name / "result.json"
+        result = json.loads(path.read_text())
+        result["hardware"]["cores"] = 0
+        path.write_text(json.dumps(result))
+    assert main(["plan", str(root)]) == 0

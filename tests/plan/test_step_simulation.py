@@ -89,6 +89,11 @@ def test_round_trips_of_two_collectives_overlap() -> None:
     assert simulate_overlap(0.0, transfers, threads=2).end == pytest.approx(4.0)
 
 
+def test_one_remote_worker_has_its_weights_when_all_are_sent() -> None:
+    step = simulate_step(job("parameter_server", workers=2))
+    assert step.seconds == pytest.approx(0.9 + 0.4 + 0.4 + 0.1 * 1.5)
+
+
 def test_one_worker_does_not_communicate() -> None:
     for strategy in STRATEGIES:
         assert simulate_step(job(strategy, workers=1)).seconds == pytest.approx(1.0)

@@ -14,7 +14,7 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -72,6 +72,14 @@ class SizePoint:
     seconds: tuple[float, ...]
 
 
+def _size_problems(what: str, points: Sequence[SizePoint]) -> Iterator[str]:
+    sizes = [point.size_bytes for point in points]
+    if min(sizes, default=1) <= 0:
+        yield f"{what} must have sizes above 0"
+    if len(sizes) > 1 and len({*sizes}) == 1:
+        yield f"{what} must have different sizes"
+
+
 @dataclass(frozen=True, slots=True)
 class CollectiveTiming:
     """A collective by size, all workers starting together, with nothing else running."""
@@ -98,8 +106,9 @@ class CollectiveTiming:
             yield "collectives must have two or more workers and at least one host"
         if any(not point.seconds or min(point.seconds) <= 0 for point in self.points):
             yield "collectives must have samples above 0"
-        if len({point.size_bytes for point in self.points}) < len(self.points):
-            yield "collectives must have one point for each size"
+        yield from _size_problems("collectives", self.points)
+        if self.link is not None:
+            yield from self.link.problems()
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +124,11 @@ class CodecTiming:
 
     def problems(self) -> Iterator[str]:
         """Values that no measurement has."""
-        if any(not point.seconds or min(point.seconds) < 0 for point in self.points):
-            yield "codecs must have samples"
+        if self.workers < 1 or any(
+            not point.seconds or min(point.seconds) < 0 for point in self.points
+        ):
+            yield "codecs must have workers and samples"
+        yield from _size_problems("codecs", self.points)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,13 +178,17 @@ class MeasuredRun:
         """Values that no measurement has."""
         if min(self.workers, self.hosts, self.samples) < 1 or self.step_seconds <= 0:
             yield "runs must have workers, hosts, samples and step times above 0"
+        if self.link is not None:
+            yield from self.link.problems()
 
     @property
     def compute_phases(self) -> tuple[str, ...]:
         """Phases in which the strategy neither communicates nor leaves work to others."""
         excluded = {"backward"} if self.strategy in OVERLAPPING else set()
         excluded |= {"update"} if self.strategy in UPDATES_ELSEWHERE else set()
-        excluded |= {"forward"} if self.strategy == "fsdp" else set()
+        # NCCL gathers the weights of FSDP during the forward pass. Gloo does it in phase exchange.
+        is_gathered_meanwhile = self.strategy == "fsdp" and self.backend == "nccl"
+        excluded |= {"forward"} if is_gathered_meanwhile else set()
         return tuple(phase for phase in COMPUTE_PHASES if phase not in excluded)
 
 
@@ -222,15 +238,22 @@ class Calibration:
     def gradient_bytes(self) -> int:
         return sum(gradient.size_bytes for gradient in self.gradients)
 
-    @property
-    def workers_per_host(self) -> int | None:
-        """Of runs on several hosts; without any, of collectives; None if all were on one host."""
-        for measured in (self.runs, self.collectives):
+    def workers_per_host(self, workers: int) -> int | None:
+        """Of runs on several hosts, with as many workers if there are any; without runs, of
+        collectives; None if all were on one host."""
+        same = [run for run in self.runs if run.workers == workers and run.hosts > 1]
+        for measured in (same, self.runs, self.collectives):
             if counts := [one.workers // one.hosts for one in measured if one.hosts > 1]:
                 return max(counts)
             if measured:
                 return None
         return None
+
+    @property
+    def has_shared_host(self) -> bool:
+        """Whether several workers of one host communicated."""
+        measured: Sequence[MeasuredRun | CollectiveTiming] = (*self.runs, *self.collectives)
+        return any(one.workers > one.hosts == 1 for one in measured)
 
     def links(self) -> list[Link]:
         """The links between hosts that runs or collectives were measured on."""
@@ -342,6 +365,8 @@ def parse(kind: Any, value: Any) -> Any:
         if not is_number(value):
             raise TypeError(f"{value!r} is not a finite number")
         return float(value)
+    if kind is int and isinstance(value, int) and not is_number(value):
+        raise ValueError("an integer is too large, or is no number")
     if kind is not Any and type(value) is not kind:
         raise TypeError(f"{value!r} is not of type {kind.__name__}")
     return value

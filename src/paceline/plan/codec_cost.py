@@ -14,7 +14,6 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from paceline.compression import CODECS, create, option_names
 from paceline.errors import MissingMeasurementError
@@ -22,8 +21,6 @@ from paceline.plan.calibration import CodecTiming, Gradient
 
 if TYPE_CHECKING:
     from paceline.compression.codec import Codec, WireBytes
-
-Floats = NDArray[np.float64]
 
 ELEMENT_BYTES = 4
 CODEC_OPTIONS = ("codec", "chunk", "ratio", "rank")

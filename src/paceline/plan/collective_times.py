@@ -185,8 +185,8 @@ class CollectiveTimes:
         `members` are hosts, or within one host workers.
 
         In a ring of two hosts, both directions share a connection, and slow each other. In larger
-        rings they do not: a byte takes as long as in one-way messages, and an all-reduce as long as
-        its rounds. Reduce-scatters and all-gathers keep the cost of their calls. All-reduce by root
+        rings they do not: a byte takes as long as in one-way messages, and gloo's all-reduce takes
+        as long as its rounds. Other collectives keep the cost of their calls. All-reduce by root
         has calls of one peer while the root sends to others.
         """
         is_larger = place.is_across_hosts and members > FEWEST and algorithm in (*RINGS, "root")
@@ -195,7 +195,8 @@ class CollectiveTimes:
             times = self._round_times(operation, algorithm, place, members)
             if is_larger and (one_way := self._one_way(operation, algorithm, place)):
                 fastest = one_way if algorithm in RINGS else times
-                times = times.in_larger_cluster(fastest, has_call=operation != "all_reduce")
+                is_of_gloo = place.backend == "gloo" and operation == "all_reduce"
+                times = times.in_larger_cluster(fastest, has_call=not is_of_gloo)
             self._known[key] = times
         return self._known[key]
 

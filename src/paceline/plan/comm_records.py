@@ -56,6 +56,12 @@ def codec_timings(record: Mapping[str, Any], name: str) -> list[CodecTiming]:
     return _checked(merged(timings), name)
 
 
+def comm_cpu(record: Mapping[str, Any], name: str) -> Any:
+    """The CPU model that a `paceline comm --json` file was measured on; None if it is unknown."""
+    with _reading(name):
+        return parse(Values, record.get("hardware") or {}).get("cpu")
+
+
 def merged(timings: Iterable[Timing]) -> list[Timing]:
     """One timing of all samples of a collective or codec, and one point of equal sizes."""
     known: dict[Timing, dict[int, list[float]]] = {}

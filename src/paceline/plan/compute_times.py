@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import MissingMeasurementError
 from paceline.plan.calibration import COMPUTE_PHASES, Calibration
+from paceline.plan.host_sharing import HostSharing
 from paceline.plan.job import Compute
 
 Floats = NDArray[np.float64]
@@ -34,7 +35,7 @@ class ComputeTimes:
         if not calibration.compute:
             raise MissingMeasurementError("compute time", "a run with one worker")
         self._known: dict[float, Compute] = {}
-        of_runs = deviation_of_runs(calibration)
+        of_runs = deviation_of_runs(calibration, HostSharing(calibration))
         self._deviation_of_runs = PHASE_DEVIATION if of_runs is None else of_runs
         points = sorted(calibration.compute, key=lambda point: point.samples)
         self.samples = np.array([float(point.samples) for point in points])
@@ -93,11 +94,12 @@ class ComputeTimes:
         return max(known + slope * (samples - measured), known * min(1.0, samples / measured))
 
 
-def deviation_of_runs(calibration: Calibration) -> float | None:
+def deviation_of_runs(calibration: Calibration, host: HostSharing) -> float | None:
     """By how much runs with several workers deviate from points of one worker with the same batch.
 
     Relative, and at least LEAST_DEVIATION; None with too few of them. It is the noise between runs
-    and what several workers change: points are no more exact than that for such runs.
+    and what several workers change besides sharing a host: points are no more exact than that for
+    such runs.
     """
     points = {point.samples: point.phases for point in calibration.compute if point.step_seconds}
     logs = []
@@ -108,8 +110,8 @@ def deviation_of_runs(calibration: Calibration) -> float | None:
                 math.fsum(source.get(phase, 0.0) for phase in phases)
                 for source in (run.phases, points[run.samples])
             )
-            if min(spent, known) > 0:
-                logs.append(math.log(spent / known))
+            if "forward" in phases and min(spent, known) > 0:
+                logs.append(math.log(spent / known / host.compute(run.workers / run.hosts)))
     if len(logs) < FEWEST_RUNS:
         return None
     return max(LEAST_DEVIATION, NORMAL_MAD * float(np.median(np.abs(logs))))

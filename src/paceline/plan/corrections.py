@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from statistics import fmean
 
 import numpy as np
 
+from paceline.errors import NoPredictionError
 from paceline.plan.calibration import MeasuredRun
 from paceline.plan.codec_cost import without_codec
 from paceline.plan.collective_times import Place
@@ -47,8 +49,8 @@ class Corrections:
         """`exchange_seconds` is the model's for a run, with a factor on its software."""
         self._runs, self._exchange_seconds = runs, exchange_seconds
         self._measured_exchange = measured_exchange
-        self._known: dict[int, Correction] = {}
-        """By index of the run."""
+        self._known: dict[int, Correction | None] = {}
+        """By index of the run; None if the model has no prediction for it."""
 
     def of(self, target: Target) -> Correction:
         """Factor on the software of collectives that makes the model exact for runs on the link.
@@ -63,6 +65,7 @@ class Corrections:
             if run.workers > 1
             and run.strategy in STRATEGIES
             and Place(run.backend, run.hosts > 1, run.link) == target.place
+            and self._of_run(run) is not None
         ]
         form = _form(target.strategy, target.options)
         same = [run for run in runs if _form(run.strategy, run.options) == form] or [
@@ -72,20 +75,25 @@ class Corrections:
         ]
         same = [run for run in same if dict(run.options) == dict(target.options)] or same
         distances = [abs(math.log(run.workers / target.workers)) for run in same or runs]
-        chosen = [
-            self._of_run(run)
+        nearest = [
+            run
             for run, distance in zip(same or runs, distances, strict=True)
             if distance <= min(distances) + 1e-9
         ]
-        if not chosen:
+        if not nearest:
             return Correction(1.0, 0.0)
-        everything = [self._of_run(run) for run in runs]
+        chosen, everything = (
+            [found for run in some if (found := self._of_run(run)) is not None]
+            for some in (nearest, runs)
+        )
         return shrunk_correction(chosen if same else [], everything)
 
-    def _of_run(self, run: MeasuredRun) -> Correction:
+    def _of_run(self, run: MeasuredRun) -> Correction | None:
         key = self._runs.index(run)
         if key not in self._known:
-            self._known[key] = self._fit(run)
+            self._known[key] = None
+            with suppress(NoPredictionError):
+                self._known[key] = self._fit(run)
         return self._known[key]
 
     def _fit(self, run: MeasuredRun) -> Correction:

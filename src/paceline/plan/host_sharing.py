@@ -21,14 +21,14 @@ import numpy as np
 
 from paceline.errors import RecordsError
 from paceline.plan.calibration import Calibration, SideBySide, parse
-from paceline.records import SCHEMA, read_json, write_json
+from paceline.records import SCHEMA, is_number, read_json, write_json
 
 KIND = "side_by_side"
 FILE = "side_by_side.json"
 """Beside the runs of a job."""
 SLICE_SECONDS = 0.004
-"""For how long a worker waits at most while another one computes: then the kernel moves it to
-another core, or preempts the other one."""
+"""For how long a worker waits at most while another one computes: a tick of the kernel's scheduler
+at 250 Hz, with which it moves a worker to another core, or preempts the other one."""
 
 
 def write_side_by_side(folder: Path, model: str, points: Sequence[SideBySide]) -> None:
@@ -45,13 +45,16 @@ def read_side_by_side(folder: Path, model: str) -> tuple[SideBySide, ...]:
     if not file.is_file():
         return ()
     record = read_json(file)
-    if record.get("model") != model:
+    if (record.get("kind"), record.get("model")) != (KIND, model):
         return ()
     try:
         points: tuple[SideBySide, ...] = parse(tuple[SideBySide, ...], record.get("points"))
     except (TypeError, ValueError) as error:
         raise RecordsError(f"{file} is damaged: {error}") from None
     problem = next((text for point in points for text in point.problems()), None)
+    counts = [point.workers for point in points]
+    if counts and (1 not in counts or len({*counts}) < len(counts)):
+        problem = "one worker, and each other number of workers, must be measured once"
     if problem:
         raise RecordsError(f"{file} is damaged: {problem}")
     return points
@@ -65,7 +68,7 @@ class HostSharing:
         seconds = [fmean(point.step_seconds) for point in points]
         cores = calibration.hardware.get("cores")
         per_worker = calibration.cores_per_worker or 0.0
-        self._share = per_worker / cores if isinstance(cores, int | float) else 0.0
+        self._share = per_worker / cores if is_number(cores) and cores > 0 else 0.0
         """Of the cores, that a worker needs."""
         self._workers = [point.workers for point in points] or [1]
         # Others do not make a worker faster.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from paceline.config import cluster_spec
@@ -17,6 +18,11 @@ class Link:
 
     bits_per_second: float
     round_trip_seconds: float = 0.0
+
+    def problems(self) -> Iterator[str]:
+        """Values that no link has."""
+        if self.bits_per_second <= 0 or self.round_trip_seconds < 0:
+            yield "links must have a bandwidth above 0, and no latency below 0"
 
     @property
     def bytes_per_second(self) -> float:

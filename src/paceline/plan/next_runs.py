@@ -17,7 +17,7 @@ from paceline.plan.option_variants import EXACT_STRATEGIES, is_exact, option_var
 from paceline.plan.prediction import Interval, Prediction, Predictor
 from paceline.plan.recorded_job import RecordedJob, why_unplannable
 from paceline.plan.run_calibration import calibrate_runs
-from paceline.plan.target import Target, backend_on
+from paceline.plan.target import Target, backend_of, backend_on
 from paceline.records import read_json
 
 SAMPLES = 25
@@ -103,10 +103,13 @@ def _candidates(calibration: Calibration, fastest: Target) -> Iterator[Target]:
             is_spread = fastest.host_count > 1
             hosts = max(1, workers * fastest.host_count // fastest.workers) if is_spread else 1
         for strategy in EXACT_STRATEGIES:
+            # Only shared weights need shared memory.
+            is_own = fastest.strategy == "shared"
+            backend = backend_of(calibration, strategy) if is_own else fastest.backend
             target = replace(
                 fastest, strategy=strategy, workers=workers, options={}, hosts=hosts,
                 link=link if hosts > 1 else None,
-                backend=backend_on(fastest.backend, workers, hosts),
+                backend=backend_on(backend, workers, hosts),
             )  # fmt: skip
             yield target
             if workers == fastest.workers:

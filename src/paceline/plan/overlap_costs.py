@@ -19,7 +19,7 @@ from paceline.plan.target import Target
 
 LAUNCH_SECONDS, LAUNCH_DEVIATION = 5e-4, 3e-4
 """Mean and standard deviation of launches in one backward pass on CPUs
-(docs/results.md#contention)."""
+(docs/results.md#contention). On GPUs, kernels hide launches, so the mean is 0."""
 CONTENTION_DEVIATION = 0.5
 """Of the slowdown on CPUs, which is about 0 on nodes with cores of their own."""
 LEAST_OVERLAP = 0.1
@@ -58,7 +58,8 @@ def overlap_costs(
     ]
     if not known:
         return OverlapCosts()
-    launches = _Estimate(LAUNCH_SECONDS, LAUNCH_DEVIATION)
+    is_on_gpus = target.place.backend == "nccl"
+    launches = _Estimate(0.0 if is_on_gpus else LAUNCH_SECONDS, LAUNCH_DEVIATION)
     slowdowns = _Estimate(0.0, CONTENTION_DEVIATION)
     overlapping = [run for run in known if _overlaps(run)]
     for run in _preferred([run for run in known if not _overlaps(run)], target.strategy):

@@ -19,7 +19,7 @@ from paceline.plan.run_calibration import calibrate, read_measured_runs
 from paceline.plan.sensitivity import Sensitivity, sensitivity
 from paceline.plan.step_simulation import STRATEGIES
 from paceline.plan.strategy_options import check_options, own_options, without_defaults
-from paceline.plan.target import Target, backend_on
+from paceline.plan.target import Target, backend_of, backend_on
 from paceline.plan.validation import Check, validate
 from paceline.records import SCHEMA, write_json
 
@@ -193,7 +193,7 @@ def _target(
         without_defaults(strategy, options),
         hosts,
         None if hosts == 1 else link,
-        _backend(calibration, strategy),
+        backend_of(calibration, strategy),
         request.scaling,
         request.slowdown,
         request.racks,
@@ -209,24 +209,18 @@ def _planned(options: Mapping[str, str]) -> dict[str, str]:
 
 
 def _hosts(calibration: Calibration, request: Request, workers: int) -> int | None:
-    """As many workers of each as in the runs; None: one per host with a link, or one host."""
+    """As many workers of each as in the runs, with as many workers if there are any.
+
+    None: one per host with a link, or one host.
+    """
     if request.hosts:
         return min(request.hosts, workers)
-    per_host = calibration.workers_per_host
+    per_host = calibration.workers_per_host(workers)
+    if 1 < workers <= (per_host or 0) and not calibration.has_shared_host:
+        per_host = 1  # what workers of one host exchange was not measured
     if request.links or per_host is None or (per_host == 1 and calibration.links()):
         return None
-    fewest = -(-workers // per_host)
-    return next(hosts for hosts in range(fewest, workers + 1) if workers % hosts == 0)
-
-
-def _backend(calibration: Calibration, strategy: str) -> str:
-    """That of the runs, of this strategy first; without runs, that of the collectives."""
-    if strategy == "shared":
-        return "shm"
-    same = [run.backend for run in calibration.runs if run.strategy == strategy]
-    used = [*same, *(run.backend for run in calibration.runs if run.strategy != "shared")]
-    measured = [timing.backend for timing in calibration.collectives]
-    return next(iter([*used, *(["gloo"] if "gloo" in measured else measured)]), "gloo")
+    return -(-workers // per_host)
 
 
 def _batch_size(calibration: Calibration, scaling: str) -> int:

@@ -142,13 +142,17 @@ class _Sample:
         self.compute_error, self.communication_error, self.correction_error, self.run_error = errors
         """In standard deviations."""
         self._slowest: dict[tuple[float, int, float, int], float] = {}
-        self._codec_timings, self._random = calibration.codec_timings, random
+        self._codec_timings = calibration.codec_timings
+        # Codecs draw from seeds of their own, so that the order of predictions changes none.
+        self._codec_seed = None if random is None else int(random.spawn(1)[0].integers(2**63))
         self._codecs: dict[tuple[str | None, ...], CodecCost | None] = {}
 
     def codec(self, options: Mapping[str, str]) -> CodecCost | None:
         key = tuple(options.get(name) for name in CODEC_OPTIONS)
         if key not in self._codecs:
-            self._codecs[key] = codec_cost(options, self._codec_timings, self._random)
+            seed = self._codec_seed
+            random = None if seed is None else np.random.default_rng(seed)
+            self._codecs[key] = codec_cost(options, self._codec_timings, random)
         return self._codecs[key]
 
     def slowest(self, independence: float, workers: int, slowdown: float, steps: int) -> float:
@@ -452,12 +456,17 @@ class Predictor:
         return min(float(np.median(ratios)), MOST_INDEPENDENCE) if ratios else 1.0
 
     def _compute_ratio(self, run: MeasuredRun) -> float | None:
-        """From phases in which the strategy neither communicates nor leaves work to others."""
+        """From phases in which the strategy neither communicates nor leaves work to others.
+
+        None if they are not a substantial part of a step, such as the input alone.
+        """
+        phases = [phase for phase in run.compute_phases if phase in run.phases]
+        if "forward" not in phases:
+            return None
         try:
             modeled = self._center.compute.at(run.samples)
         except MissingMeasurementError:
             return None
-        phases = [phase for phase in run.compute_phases if phase in run.phases]
         model = math.fsum(getattr(modeled, phase) for phase in phases)
         model *= self._host.compute(Target.of(run).workers_per_host)
         measured = math.fsum(run.phases[phase] for phase in phases)

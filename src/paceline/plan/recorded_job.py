@@ -137,6 +137,8 @@ class RecordedJob:
     @property
     def backend(self) -> Literal["gloo", "nccl", "shm", "hierarchical"]:
         communicator = str(self.run.settings.get("communicator") or "torch")
+        if self.strategy == "shared":
+            communicator = "shm"  # whatever exchanges other tensors
         return backend_of(communicator, self.hosts, self._has_own_gpus)
 
     @property

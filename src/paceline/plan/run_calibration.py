@@ -36,7 +36,7 @@ from paceline.plan.calibration import (
     SizePoint,
 )
 from paceline.plan.codec_cost import plannable_codecs
-from paceline.plan.comm_records import codec_timings, comm_timings, merged
+from paceline.plan.comm_records import codec_timings, comm_cpu, comm_timings, merged
 from paceline.plan.host_sharing import read_side_by_side
 from paceline.plan.learning import learning_of
 from paceline.plan.links import Link
@@ -106,8 +106,8 @@ def calibrate_runs(
     for name in COMPUTE_SETTINGS:
         values = [f"--{name} {job.run.settings.get(name)}" for job in jobs]
         _check_same(values, "settings", "runs with the same settings")
-    records = [(record.get("hardware") or {}).get("cpu") for _, record in comm_records]
-    cpus = [str(cpu) for cpu in (*map(_cpu, jobs), *records) if cpu is not None]
+    of_records = (comm_cpu(record, name) for name, record in comm_records)
+    cpus = [str(cpu) for cpu in (*map(_cpu, jobs), *of_records) if cpu is not None]
     _check_same(cpus, "machines", "runs and records of `paceline comm` of one kind of machine")
     return _calibration(jobs, collectives, codecs)
 

@@ -25,7 +25,8 @@ def parameter_server_step(job: Job) -> StepTime:
     compute = job.compute.seconds - job.compute.update
     # Gradients follow once the first worker has its weights, while others still receive. No worker
     # has them before one share of the weights was sent.
-    share = job.collective("send_recv", "library", up / (job.workers - 1)) if up else NO_TIME
+    remote = job.workers - job.workers // job.hosts
+    share = job.collective("send_recv", "library", up / remote) if up else NO_TIME
     first_arrival = max(FIRST_ARRIVAL * transfer.seconds, share.seconds)
     exchange = first_arrival + transfer.seconds + update * (1 + additions)
     return StepTime(compute + exchange, compute, exchange, 0.0, up)

@@ -7,10 +7,20 @@ from dataclasses import dataclass, field
 from typing import Literal, Self
 
 from paceline.errors import NoPredictionError
-from paceline.plan.calibration import MeasuredRun
+from paceline.plan.calibration import Calibration, MeasuredRun
 from paceline.plan.cluster_simulation import Racks
 from paceline.plan.collective_times import Place
 from paceline.plan.links import Link
+
+
+def backend_of(calibration: Calibration, strategy: str) -> str:
+    """That of the runs, of this strategy first; without runs, that of the collectives."""
+    if strategy == "shared":
+        return "shm"
+    same = [run.backend for run in calibration.runs if run.strategy == strategy]
+    used = [*same, *(run.backend for run in calibration.runs if run.strategy != "shared")]
+    measured = [timing.backend for timing in calibration.collectives]
+    return next(iter([*used, *(["gloo"] if "gloo" in measured else measured)]), "gloo")
 
 
 def backend_on(backend: str, workers: int, hosts: int) -> str:
@@ -80,8 +90,8 @@ class Target:
             )
         if self.workers % self.host_count:
             raise NoPredictionError(
-                f"{self.workers} workers cannot share {self.host_count} hosts equally: choose a"
-                " multiple of --hosts"
+                f"{self.workers} workers cannot share {self.host_count} hosts equally: choose other"
+                " --workers or --hosts"
             )
         if self.racks is not None and self.workers > 1:
             self._check_racks()

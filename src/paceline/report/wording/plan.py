@@ -71,6 +71,10 @@ def by_place(predictions: Sequence[Prediction]) -> dict[str, list[Prediction]]:
     many, or fewer, belongs to the next larger number of hosts.
     """
     spread = {each.target.hosts for each in predictions if each.target.host_count > 1}
+    has_shared_host = any(
+        each.target.host_count == 1 and each.target.workers > 1 for each in predictions
+    )
+    is_by_workers = len(spread) > 1 or has_shared_host
     found: dict[str, list[Prediction]] = {}
     of_one_host: list[Prediction] = []
     for each in predictions:
@@ -79,7 +83,7 @@ def by_place(predictions: Sequence[Prediction]) -> dict[str, list[Prediction]]:
             of_one_host.append(each)
             continue
         place = place_text(target)
-        if len(spread) > 1 and target.host_count > 1:
+        if is_by_workers and target.host_count > 1:
             per_host = target.workers // target.host_count
             workers = "1 worker" if per_host == 1 else f"{per_host} workers"
             place = ", ".join([f"{workers} per host", *place.split(", ")[1:]])
@@ -129,7 +133,9 @@ def runner_up_texts(advice: Advice) -> list[str]:
     # The default options are recommended if others are less than MIN_GAIN better.
     texts = []
     for other, more in advice.runners_up:
-        amount = f"{more:.0%} more" if more >= 0.005 else "as much"
+        amount = "as much"
+        if abs(more) >= 0.005:
+            amount = f"{abs(more):.0%} {'more' if more > 0 else 'less'}"
         texts.append(f"{amount} {what}: {configuration(other.target)}")
     if advice.codec is not None:
         encoded, saving = advice.codec
