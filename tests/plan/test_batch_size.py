@@ -134,12 +134,28 @@ def test_the_terminal_shows_range_rule_and_check(
 def test_a_noise_scale_without_an_interval_says_what_to_measure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A few steps at the start of training are no reason to change the batch or the rate."""
+    path, out = tmp_path / "calibration.json", tmp_path / "plan.json"
+    noisy(replace(LEARNING, low=None, high=None)).write(path)
+    assert main(["plan", str(path), "--workers", "1", "--advise", f"--json={out}"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Batch sizes were not compared: that needs a run that measured the" in text
+    assert "in at least 8 steps (--noise-every)." in text
+    assert "--batch-size 64 " in text
+    assert "--lr" not in text
+    advice = json.loads(out.read_text())["advice"]
+    assert (advice["best"]["batch_size"], advice["batch"]) == (64, None)
+
+
+def test_the_rule_for_the_learning_rate_names_the_optimizer_it_is_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "calibration.json"
-    noisy(replace(LEARNING, low=None, high=None, optimizer=None)).write(path)
+    noisy(replace(LEARNING, optimizer=None)).write(path)
     assert main(["plan", str(path), "--workers", "1", "--advise"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "Too few steps were measured for an interval: use a smaller --noise-every." in text
     assert "with SGD, the square root of that with Adam" in text
+    assert "Batch sizes were not compared" not in text
 
 
 def test_a_former_calibration_keeps_its_noise_scale(tmp_path: Path) -> None:

@@ -209,6 +209,24 @@ def test_only_two_workers_share_a_connection_of_gloo(backend: str, call: float) 
     assert seconds == pytest.approx([0.8e-3, call], rel=0.01)
 
 
+@pytest.mark.parametrize(("link", "per_byte"), [(None, 1 / RATE), (Link(1e8), 8e-8)])
+def test_small_sizes_that_take_equally_long_show_a_latency_and_no_bandwidth(
+    link: Link | None, per_byte: float
+) -> None:
+    """A byte takes as long as in messages, or as the link says."""
+    hosts = 1 if link is None else 2
+    seconds = {256: 34e-3, 2**12: 43e-3, 2**16: 30e-3}
+    points = tuple(SizePoint(size, (each,) * 3) for size, each in seconds.items())
+    noisy = CollectiveTiming("gloo", "all_reduce", "ring", 2, hosts, link, points)
+    messages = timing("send_recv", "library", 0.1e-3, RATE, link=link)
+    known = CollectiveMeasurements(calibration(collectives=(noisy, messages)))
+    times = CollectiveTimes(known).rounds(
+        "all_reduce", "ring", Place("gloo", link is not None, link)
+    )
+    assert times.latency_seconds == pytest.approx(17e-3)
+    assert times.seconds_per_byte == pytest.approx(per_byte, rel=0.01)
+
+
 def test_one_disturbed_size_hardly_changes_the_line() -> None:
     def points(disturbed: float) -> tuple[SizePoint, ...]:
         sizes = [2**12, 2**20, 2**21, 2**22, 2**23, 2**24]

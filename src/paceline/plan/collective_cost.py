@@ -197,13 +197,15 @@ class RoundTimes:
         random: np.random.Generator | None = None,
         message_seconds: float | None = None,
         has_call: bool = True,
+        unmeasured_seconds_per_byte: float = 0.0,
     ) -> RoundTimes:
         """Fit a measurement; with `random`, a bootstrap sample of it.
 
         The time of unequal rounds is divided by the number of rounds, and their bytes too. A round
         has the latency of a message, if it is known: the software's part `message_seconds`, and
         the round trips. The rest of the measured latency is the cost of the call, unless an
-        algorithm without `has_call` has that cost in each round.
+        algorithm without `has_call` has that cost in each round. If no measured size is so large
+        that it takes longer than others, a byte takes `unmeasured_seconds_per_byte`.
         """
         sizes, seconds = [], []
         for point in timing.points:
@@ -217,6 +219,7 @@ class RoundTimes:
         rate = timing.link.bytes_per_second if timing.link else math.inf
         small_bytes = min(SMALL_BYTES, rate * SMALL_SECONDS)
         latency, slope, burst = _fit(np.array(sizes), np.array(seconds), small_bytes)
+        slope = slope or max(unmeasured_seconds_per_byte, 1 / rate)
         round_trip = timing.link.round_trip_seconds if timing.link else 0.0
         of_call = 0.0
         if has_call and message_seconds is not None:
@@ -340,13 +343,16 @@ def _fit(sizes: Floats, seconds: Floats, small_bytes: float) -> tuple[float, flo
     is_small = sizes <= small_bytes
     if is_small.all() or not is_small.any():
         # One kind of rounds shows only a line.
-        slope, offset = _robust_line(sizes, seconds)
+        line = _robust_line(sizes, seconds)
+        if line is None and is_small.all():
+            return float(np.median(seconds)), 0.0, 0.0
+        slope, offset = line or _proportional(sizes, seconds)
         return max(offset, 0.0), slope, 0.0
     # The smallest of them, since a slow link also needs time for the bytes of the others.
     smallest = np.argsort(sizes)[: max(1, int(is_small.sum()) // 2)]
     latency = float(np.median(seconds[smallest]))
     large, seconds = sizes[~is_small], seconds[~is_small]
-    slope, offset = _robust_line(large, seconds)
+    slope, offset = _robust_line(large, seconds) or _proportional(large, seconds)
     if len(large) > 2 and offset < latency:
         return latency, slope, latency - offset
     # Two sizes cannot tell a burst from noise, and nothing but a burst lowers the line.
@@ -355,10 +361,18 @@ def _fit(sizes: Floats, seconds: Floats, small_bytes: float) -> tuple[float, flo
     return latency, anchored, 0.0
 
 
-def _robust_line(sizes: Floats, seconds: Floats) -> tuple[float, float]:
-    """Slope and offset by least squares of relative errors, with little weight on outliers."""
+def _proportional(sizes: Floats, seconds: Floats) -> tuple[float, float]:
+    """Slope and offset of a line through the origin."""
+    return float(np.median(seconds / np.maximum(sizes, 1.0))), 0.0
+
+
+def _robust_line(sizes: Floats, seconds: Floats) -> tuple[float, float] | None:
+    """Slope and offset by least squares of relative errors, with little weight on outliers.
+
+    None if larger sizes do not take longer.
+    """
     if len(sizes) == 1:
-        return float(seconds[0] / max(sizes[0], 1.0)), 0.0
+        return None
     weights = 1 / seconds
     slope = offset = 0.0
     for _ in range(5):
@@ -368,7 +382,7 @@ def _robust_line(sizes: Floats, seconds: Floats) -> tuple[float, float]:
         slope = float(np.dot(centered, seconds) / np.dot(centered, sizes))
         offset = second - slope * size
         if slope <= 0:
-            return float(np.median(seconds / np.maximum(sizes, 1.0))), 0.0
+            return None
         errors = np.abs(seconds - offset - slope * sizes) / seconds
         scale = max(float(np.median(errors)), 0.01)
         weights = 1 / seconds / np.sqrt(np.maximum(errors / (2 * scale), 1.0))

@@ -68,6 +68,8 @@ class Selected:
     message_seconds: float | None
     """Of a small message of its rounds on the same link, without the link; None if it was not
     measured."""
+    message_seconds_per_byte: float
+    """Of a large one-way message on the same link; 0 if it was not measured."""
     software_seconds_per_byte: float
     """Of the same collective within a host, which no link limits; 0 if it was not measured."""
 
@@ -118,6 +120,7 @@ class CollectiveMeasurements:
                         timing,
                         measured_round_trips(same),
                         self._message_seconds(timing),
+                        self._message_seconds_per_byte(timing),
                         self._software_seconds_per_byte(timing),
                     )
                     for timing in by_workers.values()
@@ -128,6 +131,21 @@ class CollectiveMeasurements:
     def _message_seconds(self, timing: CollectiveTiming) -> float | None:
         collective = timing.operation, timing.algorithm
         wanted = RING_OF_CALLS.get(timing.backend, {}).get(collective, ONE_WAY)
+        message = self._on_same_link(timing, wanted)
+        if message is None:
+            return None
+        # The receiver first tells the sender that it is ready.
+        round_trip = message.link.round_trip_seconds if message.link else 0.0
+        return max(0.0, RoundTimes.of(message).latency_seconds - round_trip)
+
+    def _message_seconds_per_byte(self, timing: CollectiveTiming) -> float:
+        message = self._on_same_link(timing, ONE_WAY)
+        return 0.0 if message is None else RoundTimes.of(message).seconds_per_byte
+
+    def _on_same_link(
+        self, timing: CollectiveTiming, wanted: tuple[str, str]
+    ) -> CollectiveTiming | None:
+        """Of this operation and algorithm, preferably with as many workers."""
         by_workers = sorted(self._timings, key=lambda each: each.workers != timing.workers)
         for each in by_workers:
             is_same = (each.backend, each.hosts > 1, each.link) == (
@@ -136,9 +154,7 @@ class CollectiveMeasurements:
                 timing.link,
             )
             if (each.operation, each.algorithm) == wanted and is_same:
-                # The receiver first tells the sender that it is ready.
-                round_trip = each.link.round_trip_seconds if each.link else 0.0
-                return max(0.0, RoundTimes.of(each).latency_seconds - round_trip)
+                return each
         return None
 
     def _software_seconds_per_byte(self, timing: CollectiveTiming) -> float:
@@ -255,6 +271,7 @@ class CollectiveTimes:
             random,
             selected.message_seconds,
             has_call=timing.algorithm in WITH_CALL,
+            unmeasured_seconds_per_byte=selected.message_seconds_per_byte,
         )
         if link is None:
             return times

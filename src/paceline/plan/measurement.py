@@ -50,7 +50,7 @@ COMM = {
     "pause": "0.005",
 }
 
-COMM_OF_MORE = {**COMM, "sizes": "1k,64k,1m"}
+COMM_OF_MORE = {**COMM, "sizes": "1k,64k,1m,4m"}
 """Between more than two workers of a host."""
 MOST_SHARING_WORKERS = 16
 """Of one host, that are measured at once."""

@@ -359,13 +359,17 @@ class Predictor:
             slowdown = self._host.oversubscription(per_host) / self._host.oversubscription(measured)
             time = rounds.scaled(factors.latency, factors.transfer).time(level.rounds)
             time = time.scaled(slowdown * communication)
-            if is_across or not is_concurrent:
+            if is_across:
                 return time.scaled(1.0, software_factor)
             # Collectives of more workers share the cores already: what those in progress at once
-            # take longer is that of two workers.
+            # take longer is that of two workers. Of others, runs of two workers do not show whether
+            # each round takes longer, or as much longer as with two: the mean of both.
             few = times.rounds(*timed).scaled(factors.latency, factors.transfer)
             extra = few.time(level.rounds).scaled(communication)
-            return time.with_software(extra, software_factor - 1)
+            share = software_factor - 1
+            if is_concurrent:
+                return time.with_software(extra, share)
+            return time.with_software(extra, share / 2).with_software(time, share / 2)
 
         def collective(operation: str, algorithm: str, size_bytes: float) -> CollectiveTime:
             levels = levels_of(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from paceline import formatting
 from paceline.analysis.contention import MIN_CONTENTION_SHARE
+from paceline.measure.noise_scale import FEWEST_SAMPLES
 from paceline.plan.advice import Advice
 from paceline.plan.calibration import MeasuredRun
 from paceline.plan.next_runs import NextRun
@@ -169,10 +170,7 @@ def batch_advice_texts(advice: Advice) -> Iterator[str]:
         {**learning.to_dict(), "value": learning.noise_scale, "batch": learning.batch_size}
     )
     best = f"{low:,} to {high:,}" if high > low else f"{low:,}"
-    sure = f"By the ends of that interval, the best batch is {best}."
-    if learning.low is None:
-        sure = "Too few steps were measured for an interval: use a smaller --noise-every."
-    yield f"Noise scale N: {scale}. {sure}"
+    yield f"Noise scale N: {scale}. By the ends of that interval, the best batch is {best}."
     rate = "" if learning.learning_rate is None else f"{learning.learning_rate:.3g} x "
     yield f"Learning rate at other batch sizes: {rate}{learning.rate_rule}."
     yield (
@@ -221,6 +219,13 @@ def condition_notes(plan: Plan) -> Iterator[str]:
         yield (
             f"Other processes used up to {formatting.share(share)} of the CPU during the runs:"
             " measure again on an idle machine."
+        )
+    advice, is_script = plan.advice, plan.calibration.script is not None
+    is_batch_fixed = advice is None or advice.best.target.scaling == "weak" or is_script
+    if advice is not None and advice.batch is None and not is_batch_fixed:
+        yield (
+            "Batch sizes were not compared: that needs a run that measured the gradient noise scale"
+            f" in at least {FEWEST_SAMPLES} steps (--noise-every)."
         )
     if not plan.calibration.has_tensor_sizes:
         yield (
