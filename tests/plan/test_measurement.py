@@ -18,7 +18,7 @@ def test_a_job_is_measured_and_planned(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(measurement, "hardware", lambda: {"cores": 2, "gpus": []})
     out, file = tmp_path / "runs", tmp_path / "plan.json"
     job = ["--model=softmax", "--data=plain_digits", "--batch-size=48", "--workers=1,2,4"]
-    wanted = ["--strategy=ring", "-o", "codec=bf16"]
+    wanted = ["--strategy=ring", "-o", "codec=bf16", "--threads=1"]
     assert main(["plan", *job, *wanted, f"--out={out}", f"--json={file}"]) == 0
 
     found = calibrate([str(out)])

@@ -125,7 +125,8 @@ def measure_job(
     of them.
     """
     machine = hardware()
-    settings = {"threads": max(1, machine["cores"] // 2), **settings}
+    threads = from_mapping(settings).threads or max(1, machine["cores"] // 2)
+    settings = {**settings, "threads": threads}
     cluster = settings.get("cluster")
     one: dict[str, Any] = {}
     two: dict[str, Any] = {"nproc_per_node": 2}
@@ -153,7 +154,7 @@ def measure_job(
             steps = run_steps(pilot * max(batch / batch_size, 0.25))
             train(f"one-worker-{batch}", steps, batch_size=batch, **single)
         shares_host = not cluster and not machine["gpus"]
-        at_once = max(1, machine["cores"] // settings["threads"])
+        at_once = max(1, machine["cores"] // threads)
         """Workers that the cores are enough for."""
         if shares_host:
             _tell("measuring workers side by side")
