@@ -17,6 +17,7 @@ from paceline.plan.calibration import Calibration
 from paceline.plan.learning import Learning, learning_of
 from paceline.plan.links import Link
 from paceline.plan.target import Target
+from paceline.records import write_json
 from tests.support.calibrations import calibration
 from tests.support.records import FakeRun, add_noise_samples, write_run
 
@@ -139,12 +140,19 @@ def test_a_noise_scale_without_an_interval_says_what_to_measure(
     noisy(replace(LEARNING, low=None, high=None)).write(path)
     assert main(["plan", str(path), "--workers", "1", "--advise", f"--json={out}"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "Batch sizes were not compared: that needs a run that measured the" in text
-    assert "in at least 8 steps (--noise-every)." in text
+    note = "Batch sizes were not compared: no run shows the gradient noise scale with an interval,"
+    assert f"{note} which takes at least 8 measured steps (--noise-every)." in text
     assert "--batch-size 64 " in text
     assert "--lr" not in text
     advice = json.loads(out.read_text())["advice"]
     assert (advice["best"]["batch_size"], advice["batch"]) == (64, None)
+    # With a fixed batch of each worker, and for scripts, there is nothing to compare.
+    assert main(["plan", str(path), "--workers", "1", "--advise", "--scaling", "weak"]) == 0
+    assert "not compared" not in capsys.readouterr().out
+    noisy(replace(LEARNING, low=None, high=None)).write(path)
+    write_json(path, {**json.loads(path.read_text()), "script": "train.py"})
+    assert main(["plan", str(path), "--workers", "1", "--advise"]) == 0
+    assert "not compared" not in capsys.readouterr().out
 
 
 def test_the_rule_for_the_learning_rate_names_the_optimizer_it_is_for(

@@ -71,6 +71,9 @@ def test_fields_of_earlier_calibrations_are_read() -> None:
     contention = {"compute_slowdown": 1.0, "communication_slowdown": 1.0, "cores_per_worker": 0.5}
     found = Calibration.from_dict({**record, "contention": contention, "cluster": "cpus=1"})
     assert (found.cores_per_worker, found.clusters) == (0.5, ("cpus=1",))
+    shared = [{**RUN, "strategy": "shared", "hosts": hosts} for hosts in (1, 2)]
+    found = Calibration.from_dict({**record, "runs": [*shared, RUN]})
+    assert [run.backend for run in found.runs] == ["shm", "hierarchical", "gloo"]
 
 
 RUN = {
@@ -93,6 +96,33 @@ RUN = {
         ({"compute": [{"samples": 4, "phases": {"forward": 1.0}}]}, "must have the phases input"),
         ({"runs": [{**RUN, "workers": 0}]}, "runs must have workers, hosts, samples and"),
         ({"runs": [{**RUN, "step_seconds": 0.0}]}, "runs must have workers, hosts, samples and"),
+        ({"runs": [{**RUN, "hosts": 5}]}, "runs must have a worker on each host"),
+        ({"runs": [{**RUN, "workers": True}]}, "True is not of type int"),
+        ({"runs": [{**RUN, "workers": 10**400}]}, "an integer is too large"),
+        ({"runs": [{**RUN, "link": {"bits_per_second": 0.0}}]}, "links must have a bandwidth"),
+        (
+            {"side_by_side": [{"workers": 2, "step_seconds": [0.1, 0.1]}]},
+            "one worker, and each other number of workers, must be measured once",
+        ),
+        (
+            {"codec_timings": [{"codec": "bf16", "workers": 0, "points": []}]},
+            "codecs must have workers",
+        ),
+        (
+            {
+                "codec_timings": [
+                    {
+                        "codec": "bf16",
+                        "workers": 2,
+                        "points": [
+                            {"size_bytes": 64, "seconds": [0.1]},
+                            {"size_bytes": 64, "seconds": [0.1]},
+                        ],
+                    }
+                ]
+            },
+            "codecs must have different sizes",
+        ),
     ],
 )
 def test_damage_is_one_line_that_names_the_file(change: dict[str, Any], message: str) -> None:

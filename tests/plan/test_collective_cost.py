@@ -9,6 +9,7 @@ import pytest
 
 from paceline.comm.algorithms import ALGORITHMS
 from paceline.comm.cost import Network as CostNetwork
+from paceline.errors import MissingMeasurementError
 from paceline.plan.calibration import CollectiveTiming, SizePoint
 from paceline.plan.collective_cost import (
     MESSAGE_SHARE,
@@ -209,22 +210,35 @@ def test_only_two_workers_share_a_connection_of_gloo(backend: str, call: float) 
     assert seconds == pytest.approx([0.8e-3, call], rel=0.01)
 
 
-@pytest.mark.parametrize(("link", "per_byte"), [(None, 1 / RATE), (Link(1e8), 8e-8)])
-def test_small_sizes_that_take_equally_long_show_a_latency_and_no_bandwidth(
-    link: Link | None, per_byte: float
+@pytest.mark.parametrize("link", [None, Link(1e8)])
+@pytest.mark.parametrize(
+    # Milliseconds of small sizes, and of sizes of which the last is large.
+    "milliseconds",
+    [(34, 43, 30), (34, 34.0001, 34.0002), (30, 34, 30, 29)],
+)
+def test_sizes_that_take_equally_long_show_a_latency_and_no_bandwidth(
+    link: Link | None, milliseconds: tuple[float, ...]
 ) -> None:
     """A byte takes as long as in messages, or as the link says."""
     hosts = 1 if link is None else 2
-    seconds = {256: 34e-3, 2**12: 43e-3, 2**16: 30e-3}
-    points = tuple(SizePoint(size, (each,) * 3) for size, each in seconds.items())
+    points = tuple(
+        SizePoint(size, (each / 1e3,) * 3)
+        for size, each in zip((256, 2**12, 2**14, 2**22), milliseconds, strict=False)
+    )
     noisy = CollectiveTiming("gloo", "all_reduce", "ring", 2, hosts, link, points)
     messages = timing("send_recv", "library", 0.1e-3, RATE, link=link)
-    known = CollectiveMeasurements(calibration(collectives=(noisy, messages)))
-    times = CollectiveTimes(known).rounds(
-        "all_reduce", "ring", Place("gloo", link is not None, link)
-    )
-    assert times.latency_seconds == pytest.approx(17e-3)
-    assert times.seconds_per_byte == pytest.approx(per_byte, rel=0.01)
+    place = Place("gloo", link is not None, link)
+
+    def times(*timings: CollectiveTiming) -> RoundTimes:
+        known = CollectiveMeasurements(calibration(collectives=timings))
+        return CollectiveTimes(known).rounds("all_reduce", "ring", place)
+
+    found = times(noisy, messages)
+    assert found.latency_seconds == pytest.approx(17e-3, rel=0.15)
+    assert found.seconds_per_byte == pytest.approx(1 / RATE if link is None else 8e-8, rel=0.01)
+    if link is None and milliseconds[-1] <= milliseconds[0]:
+        with pytest.raises(MissingMeasurementError, match="the bandwidth of collectives on one"):
+            times(noisy)
 
 
 def test_one_disturbed_size_hardly_changes_the_line() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -197,6 +198,9 @@ def test_a_record_is_read_for_its_own_model_only(tmp_path: Path) -> None:
     write_side_by_side(tmp_path, "lenet", POINTS)
     assert read_side_by_side(tmp_path, "lenet") == POINTS
     assert read_side_by_side(tmp_path, "mlp") == ()
+    record = json.loads((tmp_path / FILE).read_text())
+    (tmp_path / FILE).write_text(json.dumps({**record, "kind": "comm"}))
+    assert read_side_by_side(tmp_path, "lenet") == ()
 
 
 @pytest.mark.parametrize("workers", [(2,), (1, 2, 2)])

@@ -50,6 +50,9 @@ def test_plans_have_as_many_workers_per_host_as_the_runs(real_hosts: Path, tmp_p
     assert hosts("--workers=4,6,8") == [2, 3, 4]
     # What two workers of one host exchange was not measured.
     assert hosts("--workers=2,4") == [2, 2]
+    write(real_hosts, "eight", 8, 64, strategy="ring", cluster=None, nnodes=2, nproc_per_node=4)
+    (real_hosts / "four" / "result.json").unlink()
+    assert hosts("--workers=2,3,4,8") == [2, 3, 2, 2]
     assert hosts("--workers=4,8", "--hosts=2") == [2, 2]
     assert hosts("--workers=4,8", "--link=10gbit") == [4, 8]
 
@@ -61,7 +64,9 @@ def test_workers_that_do_not_fill_hosts_equally_are_named(
     assert "5 workers cannot share 3 hosts equally" in capsys.readouterr().out
 
 
-def test_workers_are_where_the_runs_had_as_many(tmp_path: Path) -> None:
+def test_workers_are_where_the_runs_had_as_many(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Two hosts with a worker each, and with two."""
     root = tmp_path / "runs"
     for batch in (16, 64):
@@ -73,6 +78,19 @@ def test_workers_are_where_the_runs_had_as_many(tmp_path: Path) -> None:
         comm_record(root / f"comm-{nodes}.json", nodes=nodes)
     found = planned(root, tmp_path, "--workers=2,4,8")
     assert [each["hosts"] for each in found] == [2, 2, 4]
+    printed = capsys.readouterr().out
+    assert "lenet, batch 64, 1 worker per host, link 1gbit,200us\n" in printed
+    assert "lenet, batch 64, 2 workers per host, link 1gbit,200us\n" in printed
+    write(
+        root,
+        "eight",
+        8,
+        64,
+        strategy="ring",
+        **{**settings, "cluster": CLUSTER.format(1), "nnodes": 1, "nproc_per_node": 8},
+    )
+    found = planned(root, tmp_path, "--workers=2,4,8")
+    assert [each["hosts"] for each in found] == [2, 2, 1]
 
 
 def test_one_host_of_several_workers_belongs_to_hosts_with_as_many(

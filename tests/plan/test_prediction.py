@@ -112,6 +112,10 @@ def test_sharing_the_cores_of_a_host_is_no_deviation() -> None:
     sharing = replace(known, cores_per_worker=2.0)
     assert deviation_of_runs(sharing, HostSharing(sharing)) == 0.02
     assert deviation_of_runs(known, HostSharing(known)) == pytest.approx(1.48 * math.log(2))
+    # The input alone shows no deviation.
+    overlapped = tuple(replace(run, strategy="fsdp", backend="nccl") for run in runs)
+    fsdp = replace(known, runs=overlapped)
+    assert deviation_of_runs(fsdp, HostSharing(fsdp)) is None
 
 
 @pytest.mark.parametrize(("backend", "factor"), [("nccl", 1.0), ("gloo", 1.2)])
@@ -140,6 +144,20 @@ def test_the_input_alone_does_not_scale_compute(backend: str, factor: float) -> 
     assert of_compute[0] == pytest.approx(alone)
     # The little that the input took longer, relative to the forward pass.
     assert of_compute[1] == pytest.approx(factor * alone, rel=0.08)
+
+
+def test_shared_weights_correct_no_other_strategy_and_no_other_strategy_corrects_them() -> None:
+    phases = {**point(32, 0.042).phases, "exchange": 0.2}
+    shm = [timing("all_reduce", "library", 1e-3, 100e6, link=None, backend="shm")]
+    known = calibration(collectives=shm)
+    for measured, planned in (("shared", "allreduce"), ("allreduce", "shared")):
+        run = MeasuredRun(measured, {}, "shm", 2, 1, None, 32, 0.25, phases)
+        target = Target(planned, 2, 64, backend="shm")
+        with_run, without = (
+            Predictor(replace(known, runs=runs), samples=1).typical_step_seconds(target)
+            for runs in ((run,), ())
+        )
+        assert with_run == pytest.approx(without)
 
 
 def test_runs_that_the_model_does_not_predict_correct_nothing() -> None:

@@ -89,9 +89,18 @@ def test_round_trips_of_two_collectives_overlap() -> None:
     assert simulate_overlap(0.0, transfers, threads=2).end == pytest.approx(4.0)
 
 
-def test_one_remote_worker_has_its_weights_when_all_are_sent() -> None:
-    step = simulate_step(job("parameter_server", workers=2))
-    assert step.seconds == pytest.approx(0.9 + 0.4 + 0.4 + 0.1 * 1.5)
+@pytest.mark.parametrize(("workers", "hosts"), [(2, 2), (4, 2)])
+def test_no_worker_has_its_weights_before_one_share_was_sent(workers: int, hosts: int) -> None:
+    """A message takes a second of latency; workers on the host of the server share its memory."""
+
+    def collective(_operation: str, _algorithm: str, size_bytes: float) -> CollectiveTime:
+        return CollectiveTime(1.0, size_bytes / (10 * MIB))
+
+    known = replace(job("parameter_server", workers=workers), hosts=hosts, collective=collective)
+    remote = workers - workers // hosts
+    exchange = (1 + 0.4) + (1 + 0.4 * remote)
+    update = 0.1 * (1 + 0.5 * (workers - 1))
+    assert simulate_step(known).seconds == pytest.approx(0.9 + exchange + update)
 
 
 def test_one_worker_does_not_communicate() -> None:

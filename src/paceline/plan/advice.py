@@ -18,7 +18,6 @@ from paceline.config import cluster_spec, to_argv
 from paceline.errors import NoPredictionError
 from paceline.plan.batch_size import BatchAdvice, advise_batch, batch_sizes
 from paceline.plan.calibration import Calibration
-from paceline.plan.learning import Learning
 from paceline.plan.links import Link, link_of_cluster
 from paceline.plan.option_variants import is_exact, option_variants
 from paceline.plan.prediction import Prediction, Predictor
@@ -145,7 +144,7 @@ def advise(
     del others[own.strategy, own.workers]
     chosen = predictor.predict(own)
     batch = None
-    if (learning := _learning(calibration)) is not None and own.scaling == "strong":
+    if (learning := calibration.learning_with_interval) is not None and own.scaling == "strong":
         sizes = [one.prediction for one in by_batch[own.strategy, own.workers]]
         base = None
         with suppress(NoPredictionError):
@@ -166,12 +165,6 @@ def advise(
     )
 
 
-def _learning(calibration: Calibration) -> Learning | None:
-    """What batch sizes are chosen by; a few steps at the start of training show too little."""
-    learning = calibration.learning
-    return learning if learning is not None and learning.low is not None else None
-
-
 def _with_codec(
     found: Sequence[Candidate], best: Candidate, predictor: Predictor
 ) -> tuple[Prediction, float] | None:
@@ -186,7 +179,7 @@ def _with_codec(
 
 def _with_batch_sizes(calibration: Calibration, target: Target) -> Iterator[Target]:
     sizes = [target.samples]
-    if (learning := _learning(calibration)) is not None and target.scaling == "strong":
+    if (learning := calibration.learning_with_interval) is not None and target.scaling == "strong":
         sizes = batch_sizes(learning, target.samples, target.workers)
     for samples in sizes:
         yield replace(target, samples=samples)
@@ -201,7 +194,7 @@ def _with_options(calibration: Calibration, target: Target) -> Iterator[Target]:
 def _score(calibration: Calibration, prediction: Prediction, price: float | None) -> float:
     target = prediction.target
     seconds = prediction.step_seconds.median
-    if (learning := _learning(calibration)) is None:
+    if (learning := calibration.learning_with_interval) is None:
         # The same number of samples for every candidate.
         time = seconds / target.samples
     else:
@@ -226,7 +219,7 @@ def command(calibration: Calibration, target: Target) -> str:
         words += ["--nproc-per-node", str(per_host)]
     if target.backend in ("shm", "hierarchical") and target.strategy != "shared":
         words += ["--communicator", "hierarchical"]
-    learning = _learning(calibration)
+    learning = calibration.learning_with_interval
     if learning is not None and (rate := learning.scaled_rate(target.samples)) is not None:
         words += ["--lr", f"{rate:.3g}"]
     return shlex.join(words)

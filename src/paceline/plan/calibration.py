@@ -145,6 +145,14 @@ class SideBySide:
             yield "workers side by side must have step times above 0"
 
 
+def side_by_side_problems(points: Sequence[SideBySide]) -> Iterator[str]:
+    for point in points:
+        yield from point.problems()
+    counts = [point.workers for point in points]
+    if counts and (1 not in counts or len({*counts}) < len(counts)):
+        yield "one worker, and each other number of workers, must be measured once side by side"
+
+
 @dataclass(frozen=True, slots=True)
 class MeasuredRun:
     """A training run: the mean over the workers, without the first step."""
@@ -178,6 +186,8 @@ class MeasuredRun:
         """Values that no measurement has."""
         if min(self.workers, self.hosts, self.samples) < 1 or self.step_seconds <= 0:
             yield "runs must have workers, hosts, samples and step times above 0"
+        if self.hosts > self.workers:
+            yield "runs must have a worker on each host"
         if self.link is not None:
             yield from self.link.problems()
 
@@ -238,11 +248,18 @@ class Calibration:
     def gradient_bytes(self) -> int:
         return sum(gradient.size_bytes for gradient in self.gradients)
 
+    @property
+    def learning_with_interval(self) -> Learning | None:
+        """What batch sizes are chosen by: a few steps at the start of training show too little."""
+        learning = self.learning
+        return learning if learning is not None and learning.low is not None else None
+
     def workers_per_host(self, workers: int) -> int | None:
-        """Of runs on several hosts, with as many workers if there are any; without runs, of
-        collectives; None if all were on one host."""
-        same = [run for run in self.runs if run.workers == workers and run.hosts > 1]
-        for measured in (same, self.runs, self.collectives):
+        """Of runs with as many workers, on the most hosts. Without any, of runs on several hosts;
+        without runs, of collectives; None if all were on one host."""
+        if same := [run.workers // run.hosts for run in self.runs if run.workers == workers]:
+            return min(same)
+        for measured in (self.runs, self.collectives):
             if counts := [one.workers // one.hosts for one in measured if one.hosts > 1]:
                 return max(counts)
             if measured:
@@ -250,8 +267,8 @@ class Calibration:
         return None
 
     @property
-    def has_shared_host(self) -> bool:
-        """Whether several workers of one host communicated."""
+    def is_one_host_measured(self) -> bool:
+        """Whether several workers communicated that were all on one host."""
         measured: Sequence[MeasuredRun | CollectiveTiming] = (*self.runs, *self.collectives)
         return any(one.workers > one.hosts == 1 for one in measured)
 
@@ -293,7 +310,14 @@ class Calibration:
         problem = next(calibration._problems(), None)
         if problem:
             raise RecordsError(f"{name} is damaged: {problem}")
-        return calibration
+        # Earlier versions recorded the communicator that shared weights do not use.
+        runs = tuple(
+            dataclasses.replace(run, backend="shm" if run.hosts == 1 else "hierarchical")
+            if run.strategy == "shared"
+            else run
+            for run in calibration.runs
+        )
+        return dataclasses.replace(calibration, runs=runs)
 
     def write(self, path: Path) -> None:
         try:
@@ -324,8 +348,7 @@ class Calibration:
             yield from timing.problems()
         for codec in self.codec_timings:
             yield from codec.problems()
-        for point in self.side_by_side:
-            yield from point.problems()
+        yield from side_by_side_problems(self.side_by_side)
         for run in self.runs:
             yield from run.problems()
 
@@ -365,10 +388,10 @@ def parse(kind: Any, value: Any) -> Any:
         if not is_number(value):
             raise TypeError(f"{value!r} is not a finite number")
         return float(value)
-    if kind is int and isinstance(value, int) and not is_number(value):
-        raise ValueError("an integer is too large, or is no number")
     if kind is not Any and type(value) is not kind:
         raise TypeError(f"{value!r} is not of type {kind.__name__}")
+    if kind is int and not is_number(value):
+        raise ValueError("an integer is too large")
     return value
 
 

@@ -197,15 +197,16 @@ class RoundTimes:
         random: np.random.Generator | None = None,
         message_seconds: float | None = None,
         has_call: bool = True,
-        unmeasured_seconds_per_byte: float = 0.0,
+        least_seconds_per_byte: float = 0.0,
     ) -> RoundTimes:
         """Fit a measurement; with `random`, a bootstrap sample of it.
 
         The time of unequal rounds is divided by the number of rounds, and their bytes too. A round
         has the latency of a message, if it is known: the software's part `message_seconds`, and
         the round trips. The rest of the measured latency is the cost of the call, unless an
-        algorithm without `has_call` has that cost in each round. If no measured size is so large
-        that it takes longer than others, a byte takes `unmeasured_seconds_per_byte`.
+        algorithm without `has_call` has that cost in each round. Sizes that are all small, or take
+        equally long, do not show how long a byte takes: at least as long as the nominal link and
+        `least_seconds_per_byte` say.
         """
         sizes, seconds = [], []
         for point in timing.points:
@@ -219,7 +220,8 @@ class RoundTimes:
         rate = timing.link.bytes_per_second if timing.link else math.inf
         small_bytes = min(SMALL_BYTES, rate * SMALL_SECONDS)
         latency, slope, burst = _fit(np.array(sizes), np.array(seconds), small_bytes)
-        slope = slope or max(unmeasured_seconds_per_byte, 1 / rate)
+        if slope == 0 or max(sizes) <= small_bytes:
+            slope = max(slope, least_seconds_per_byte, 1 / rate)
         round_trip = timing.link.round_trip_seconds if timing.link else 0.0
         of_call = 0.0
         if has_call and message_seconds is not None:

@@ -59,34 +59,31 @@ class Corrections:
         options if there are any. It is drawn towards 1: the more, the less sure it is. Without runs
         of the strategy it is the median over all strategies, and their spread is its uncertainty.
         """
-        runs = [
-            run
+        fitted = [
+            (run, correction)
             for run in self._runs
             if run.workers > 1
             and run.strategy in STRATEGIES
             and Place(run.backend, run.hosts > 1, run.link) == target.place
-            and self._of_run(run) is not None
+            # Shared weights are no collective of the communicator.
+            and (run.strategy == "shared") == (target.strategy == "shared")
+            and (correction := self._of_run(run)) is not None
         ]
         form = _form(target.strategy, target.options)
-        same = [run for run in runs if _form(run.strategy, run.options) == form] or [
-            run
-            for run in runs
-            if _form(run.strategy, run.options) == (form[0], without_codec(form[1]))
+        plain = form[0], without_codec(form[1])
+        same = [one for one in fitted if _form(one[0].strategy, one[0].options) == form] or [
+            one for one in fitted if _form(one[0].strategy, one[0].options) == plain
         ]
-        same = [run for run in same if dict(run.options) == dict(target.options)] or same
-        distances = [abs(math.log(run.workers / target.workers)) for run in same or runs]
+        same = [one for one in same if dict(one[0].options) == dict(target.options)] or same
+        distances = [abs(math.log(run.workers / target.workers)) for run, _ in same]
         nearest = [
-            run
-            for run, distance in zip(same or runs, distances, strict=True)
+            correction
+            for (_, correction), distance in zip(same, distances, strict=True)
             if distance <= min(distances) + 1e-9
         ]
-        if not nearest:
+        if not fitted:
             return Correction(1.0, 0.0)
-        chosen, everything = (
-            [found for run in some if (found := self._of_run(run)) is not None]
-            for some in (nearest, runs)
-        )
-        return shrunk_correction(chosen if same else [], everything)
+        return shrunk_correction(nearest, [correction for _, correction in fitted])
 
     def _of_run(self, run: MeasuredRun) -> Correction | None:
         key = self._runs.index(run)

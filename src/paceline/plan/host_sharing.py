@@ -20,7 +20,7 @@ from statistics import fmean
 import numpy as np
 
 from paceline.errors import RecordsError
-from paceline.plan.calibration import Calibration, SideBySide, parse
+from paceline.plan.calibration import Calibration, SideBySide, parse, side_by_side_problems
 from paceline.records import SCHEMA, is_number, read_json, write_json
 
 KIND = "side_by_side"
@@ -51,10 +51,7 @@ def read_side_by_side(folder: Path, model: str) -> tuple[SideBySide, ...]:
         points: tuple[SideBySide, ...] = parse(tuple[SideBySide, ...], record.get("points"))
     except (TypeError, ValueError) as error:
         raise RecordsError(f"{file} is damaged: {error}") from None
-    problem = next((text for point in points for text in point.problems()), None)
-    counts = [point.workers for point in points]
-    if counts and (1 not in counts or len({*counts}) < len(counts)):
-        problem = "one worker, and each other number of workers, must be measured once"
+    problem = next(side_by_side_problems(points), None)
     if problem:
         raise RecordsError(f"{file} is damaged: {problem}")
     return points

@@ -40,7 +40,7 @@ class Learning:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Noise scales to consider: anything, if there were too few measurements."""
+        """Noise scales to consider, of a run with enough measurements."""
         return self.low or 0.0, math.inf if self.high is None else self.high
 
     def relative_steps(self, batch: float, noise_scale: float | None = None) -> float:

@@ -17,7 +17,7 @@ from paceline.plan.option_variants import EXACT_STRATEGIES, is_exact, option_var
 from paceline.plan.prediction import Interval, Prediction, Predictor
 from paceline.plan.recorded_job import RecordedJob, why_unplannable
 from paceline.plan.run_calibration import calibrate_runs
-from paceline.plan.target import Target, backend_of, backend_on
+from paceline.plan.target import Target, backend_on, measured_backend
 from paceline.records import read_json
 
 SAMPLES = 25
@@ -104,8 +104,8 @@ def _candidates(calibration: Calibration, fastest: Target) -> Iterator[Target]:
             hosts = max(1, workers * fastest.host_count // fastest.workers) if is_spread else 1
         for strategy in EXACT_STRATEGIES:
             # Only shared weights need shared memory.
-            is_own = fastest.strategy == "shared"
-            backend = backend_of(calibration, strategy) if is_own else fastest.backend
+            is_shared = fastest.strategy == "shared"
+            backend = measured_backend(calibration, strategy) if is_shared else fastest.backend
             target = replace(
                 fastest, strategy=strategy, workers=workers, options={}, hosts=hosts,
                 link=link if hosts > 1 else None,

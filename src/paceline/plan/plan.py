@@ -19,7 +19,7 @@ from paceline.plan.run_calibration import calibrate, read_measured_runs
 from paceline.plan.sensitivity import Sensitivity, sensitivity
 from paceline.plan.step_simulation import STRATEGIES
 from paceline.plan.strategy_options import check_options, own_options, without_defaults
-from paceline.plan.target import Target, backend_of, backend_on
+from paceline.plan.target import Target, backend_on, measured_backend
 from paceline.plan.validation import Check, validate
 from paceline.records import SCHEMA, write_json
 
@@ -193,7 +193,7 @@ def _target(
         without_defaults(strategy, options),
         hosts,
         None if hosts == 1 else link,
-        backend_of(calibration, strategy),
+        measured_backend(calibration, strategy),
         request.scaling,
         request.slowdown,
         request.racks,
@@ -216,11 +216,13 @@ def _hosts(calibration: Calibration, request: Request, workers: int) -> int | No
     if request.hosts:
         return min(request.hosts, workers)
     per_host = calibration.workers_per_host(workers)
-    if 1 < workers <= (per_host or 0) and not calibration.has_shared_host:
-        per_host = 1  # what workers of one host exchange was not measured
     if request.links or per_host is None or (per_host == 1 and calibration.links()):
         return None
-    return -(-workers // per_host)
+    fewest = -(-workers // per_host)
+    if fewest == 1 < workers and not calibration.is_one_host_measured:
+        # What workers of one host exchange was not measured.
+        return next(hosts for hosts in range(2, workers + 1) if workers % hosts == 0)
+    return fewest
 
 
 def _batch_size(calibration: Calibration, scaling: str) -> int:

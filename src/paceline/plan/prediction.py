@@ -362,8 +362,8 @@ class Predictor:
             if is_across:
                 return time.scaled(1.0, software_factor)
             # Collectives of more workers share the cores already: what those in progress at once
-            # take longer is that of two workers. Of others, runs of two workers do not show whether
-            # each round takes longer, or as much longer as with two: the mean of both.
+            # take longer is that of two workers. Whether the overhead of others grows with the
+            # rounds of more workers or stays that of two is not known: the mean of both.
             few = times.rounds(*timed).scaled(factors.latency, factors.transfer)
             extra = few.time(level.rounds).scaled(communication)
             share = software_factor - 1

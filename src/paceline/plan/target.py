@@ -13,7 +13,7 @@ from paceline.plan.collective_times import Place
 from paceline.plan.links import Link
 
 
-def backend_of(calibration: Calibration, strategy: str) -> str:
+def measured_backend(calibration: Calibration, strategy: str) -> str:
     """That of the runs, of this strategy first; without runs, that of the collectives."""
     if strategy == "shared":
         return "shm"

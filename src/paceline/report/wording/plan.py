@@ -72,10 +72,10 @@ def by_place(predictions: Sequence[Prediction]) -> dict[str, list[Prediction]]:
     many, or fewer, belongs to the next larger number of hosts.
     """
     spread = {each.target.hosts for each in predictions if each.target.host_count > 1}
-    has_shared_host = any(
+    is_host_shared = any(
         each.target.host_count == 1 and each.target.workers > 1 for each in predictions
     )
-    is_by_workers = len(spread) > 1 or has_shared_host
+    is_by_workers = len(spread) > 1 or is_host_shared
     found: dict[str, list[Prediction]] = {}
     of_one_host: list[Prediction] = []
     for each in predictions:
@@ -87,7 +87,7 @@ def by_place(predictions: Sequence[Prediction]) -> dict[str, list[Prediction]]:
         if is_by_workers and target.host_count > 1:
             per_host = target.workers // target.host_count
             workers = "1 worker" if per_host == 1 else f"{per_host} workers"
-            place = ", ".join([f"{workers} per host", *place.split(", ")[1:]])
+            place = ", ".join([f"{workers} per host", *_between_hosts(target)])
         found.setdefault(place, []).extend([*of_one_host, each])
         of_one_host = []
     if of_one_host:
@@ -96,15 +96,18 @@ def by_place(predictions: Sequence[Prediction]) -> dict[str, list[Prediction]]:
 
 
 def place_text(target: Target) -> str:
-    link, hosts = target.link, target.hosts
-    if link is None:
-        return "one host" if target.host_count == 1 else f"{hosts} hosts"
-    parts = [f"{hosts} hosts"] if hosts is not None else []
-    parts += [f"link {link}"]
+    if target.host_count == 1 and target.link is None:
+        return "one host"
+    hosts = [f"{target.hosts} hosts"] if target.hosts is not None else []
+    return ", ".join([*hosts, *_between_hosts(target)])
+
+
+def _between_hosts(target: Target) -> Iterator[str]:
+    if target.link is not None:
+        yield f"link {target.link}"
     if target.racks is not None:
         ratio = f"{target.racks.oversubscription:g}:1"
-        parts += [f"racks of {target.racks.size}, oversubscribed {ratio}"]
-    return ", ".join(parts)
+        yield f"racks of {target.racks.size}, oversubscribed {ratio}"
 
 
 def batch_text(target: Target) -> str:
@@ -224,8 +227,8 @@ def condition_notes(plan: Plan) -> Iterator[str]:
     is_batch_fixed = advice is None or advice.best.target.scaling == "weak" or is_script
     if advice is not None and advice.batch is None and not is_batch_fixed:
         yield (
-            "Batch sizes were not compared: that needs a run that measured the gradient noise scale"
-            f" in at least {FEWEST_SAMPLES} steps (--noise-every)."
+            "Batch sizes were not compared: no run shows the gradient noise scale with an interval,"
+            f" which takes at least {FEWEST_SAMPLES} measured steps (--noise-every)."
         )
     if not plan.calibration.has_tensor_sizes:
         yield (
