@@ -22,15 +22,15 @@ def seconds(value: float | None) -> str:
     return f"{value:.1f} s" if value < 999.95 else f"{value:,.0f} s"
 
 
-def short_seconds(value: float | None) -> str:
-    """Three significant digits, for narrow tables."""
+def short_seconds(value: float | None, unit: str | None = None) -> str:
+    """Three significant digits, for narrow tables; in the largest suitable unit, or in this one."""
     if value is None:
         return "-"
-    for unit, scale in (("us", 1e6), ("ms", 1e3), ("s", 1.0)):
+    for name, scale in (("us", 1e6), ("ms", 1e3), ("s", 1.0)):
         scaled = value * scale
-        if scaled < 999.5 or unit == "s":
-            digits = 0 if unit == "us" or scaled >= 99.95 else 1 if scaled >= 9.995 else 2
-            return f"{scaled:,.{digits}f} {unit}"
+        if name == unit or (unit is None and (scaled < 999.5 or name == "s")):
+            digits = 0 if name == "us" or scaled >= 99.95 else 1 if scaled >= 9.995 else 2
+            return f"{scaled:,.{digits}f} {name}"
     raise AssertionError("unreachable")
 
 

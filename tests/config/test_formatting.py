@@ -46,3 +46,10 @@ def test_a_spread_has_mean_interval_min_and_max() -> None:
     with_interval = formatting.spread(values, formatting.seconds, 0.0005)
     assert with_interval == "2.00 ± 0.50 ms (1.00 to 3.00)"
     assert formatting.spread([0.88, 0.88], formatting.number, 0.01) == "0.8800 ± 0.0100"
+
+
+def test_short_seconds_can_have_a_given_unit() -> None:
+    assert formatting.short_seconds(0.00105) == "1.05 ms"
+    assert formatting.short_seconds(0.000884, "ms") == "0.88 ms"
+    assert formatting.short_seconds(1.2, "ms") == "1,200 ms"
+    assert formatting.short_seconds(0.00105, "us") == "1,050 us"

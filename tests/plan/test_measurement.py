@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli import main
+from paceline.cli import plan as cli_plan
 from paceline.plan import measurement
 from paceline.plan.run_calibration import calibrate
 
@@ -44,6 +45,30 @@ def test_a_job_is_measured_and_planned(tmp_path: Path, monkeypatch: pytest.Monke
         (1, "single"), (2, "ring"), (4, "ring"),
     ]  # fmt: skip
     assert not any(each["extrapolated"] for each in predictions)
+
+
+def test_shared_weights_are_measured_on_one_host_unless_the_job_forbids_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(measurement, "RUN_SECONDS", 1e-6)
+    for name in ("COMM", "COMM_IN_MEMORY"):
+        quick = {**getattr(measurement, name), "sizes": "1k,1m", "seconds": "0.05"}
+        monkeypatch.setattr(measurement, name, quick)
+    monkeypatch.setattr(measurement, "hardware", lambda: {"cores": 2, "gpus": []})
+    monkeypatch.setattr(cli_plan, "MEASURED_STRATEGIES", ("ring",))
+    job = ["--model=softmax", "--data=plain_digits", "--batch-size=48", "--workers=2", "--advise"]
+    for optimizer, strategies in (
+        ("sgd", {"ring", "shared", "overlap"}),
+        ("muon", {"ring", "overlap"}),
+    ):
+        out = tmp_path / optimizer
+        assert main(["plan", *job, f"--optimizer={optimizer}", f"--out={out}"]) == 0
+        known = calibrate([str(out)])
+        assert {run.strategy for run in known.runs} == strategies
+        backends = {timing.backend for timing in known.collectives}
+        assert backends == ({"gloo", "shm"} if "shared" in strategies else {"gloo"})
+        printed = capsys.readouterr()
+        assert ("shared is left out (" in printed.err) is ("shared" not in strategies)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from paceline.plan.calibration import MeasuredRun, SideBySide
 from paceline.plan.collective_cost import CollectiveTime
 from paceline.plan.overlap_costs import (
     CONTENTION_DEVIATION,
+    FSDP_DEVIATION,
     LAUNCH_DEVIATION,
     LAUNCH_SECONDS,
     OverlapCosts,
@@ -144,3 +145,29 @@ def test_a_run_whose_compute_is_slower_has_no_more_launches(is_one_host: bool) -
         )
         steps.append(Predictor(known, samples=1).typical_step_seconds(target))
     assert steps[1] - steps[0] == pytest.approx(0.2 * 0.042, rel=0.02)
+
+
+def test_hooks_of_fsdp_take_longer_in_both_passes() -> None:
+    """As in its runs; with NCCL, the passes also contain communication, which is predicted."""
+    timings = [
+        timing(operation, algorithm, 1e-3, 100e6, backend=backend)
+        for backend in ("gloo", "nccl")
+        for operation, algorithm in (
+            ("all_reduce", "ring"), ("reduce_scatter", "library"), ("all_gather", "library"),
+        )
+    ]  # fmt: skip
+    known, longer = calibration(collectives=timings), {}
+    for backend in ("gloo", "nccl"):
+        steps = []
+        for factor in (1.0, 2.0):
+            phases = {name: factor * spent for name, spent in point(32, 0.042).phases.items()}
+            same = run("fsdp", 0.0, 0.0)
+            same = replace(same, backend=backend, phases={**phases, "exchange": 0.05})
+            target = Target("fsdp", 2, 64, link=LINK, backend=backend)
+            predictor = Predictor(replace(known, runs=(same,)), samples=1)
+            steps.append(predictor.typical_step_seconds(target))
+        longer[backend] = steps[1] - steps[0]
+    # Runs differ by 4.5%, so what is usual counts a little.
+    weight = 1 / (1 + (0.045 * 0.0378 / FSDP_DEVIATION) ** 2)
+    assert longer["gloo"] == pytest.approx(0.0378 * weight, rel=0.05)
+    assert longer["nccl"] == pytest.approx(0.0)

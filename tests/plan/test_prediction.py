@@ -118,9 +118,9 @@ def test_sharing_the_cores_of_a_host_is_no_deviation() -> None:
     assert deviation_of_runs(fsdp, HostSharing(fsdp)) is None
 
 
-@pytest.mark.parametrize(("backend", "factor"), [("nccl", 1.0), ("gloo", 1.2)])
-def test_the_input_alone_does_not_scale_compute(backend: str, factor: float) -> None:
-    """FSDP with NCCL overlaps all other phases with communication."""
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_the_input_alone_does_not_scale_compute(backend: str) -> None:
+    """All other phases of FSDP contain communication, or hooks."""
     compute = ComputePoint(32, {**point(32, 0.042).phases, "input": 1e-4}, (0.042,) * 20)
     phases = {**compute.phases, "input": 1e-3, "forward": 1.2 * 0.0126, "exchange": 0.05}
     run = MeasuredRun("fsdp", {}, backend, 2, 2, LINK, 32, 0.1, phases)
@@ -142,8 +142,7 @@ def test_the_input_alone_does_not_scale_compute(backend: str, factor: float) -> 
         each.step_seconds.median * (1 - each.exposed_communication.median) for each in steps
     ]
     assert of_compute[0] == pytest.approx(alone)
-    # The little that the input took longer, relative to the forward pass.
-    assert of_compute[1] == pytest.approx(factor * alone, rel=0.08)
+    assert of_compute[1] == pytest.approx(alone)
 
 
 def test_shared_weights_correct_no_other_strategy_and_no_other_strategy_corrects_them() -> None:

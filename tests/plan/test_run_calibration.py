@@ -366,6 +366,58 @@ def test_held_out_runs_are_compared_with_their_predictions(
     assert "give --against runs of the same model" in capsys.readouterr().err
 
 
+def test_runs_of_the_plan_are_not_held_out(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(root), "--workers=2", "--against", str(root)]) == 2
+    message = "--against: the plan is made from all of these runs: give others"
+    assert message in capsys.readouterr().err
+    planned = tmp_path / "planned"
+    planned.mkdir()
+    for name in ("one-16", "one-64", "two-ring"):
+        (root / name).rename(planned / name)
+    (root / "comm.json").rename(planned / "comm.json")
+    write(planned.parent / "more", "four-ring", 4, 64, strategy="ring")
+    both = [f"--against={planned}", f"--against={planned.parent / 'more'}"]
+    assert main(["plan", str(planned), "--workers=2", *both]) == 0
+    assert "1 held-out run: median error" in " ".join(capsys.readouterr().out.split())
+
+
+def test_runs_that_are_left_out_are_named(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(root, "two-ddp", 2, 64, strategy="ddp") / "result.json"
+    path.write_text(path.read_text()[:500])
+    write(root, "slow", 2, 64, strategy="ring", slow=["1=3"])
+    out = tmp_path / "plan.json"
+    assert main(["plan", str(root), "--workers=2", f"--json={out}"]) == 0
+    skipped = json.loads(out.read_text())["skipped"]
+    assert any(text.startswith("two-ddp: ") for text in skipped)
+    assert any(text.startswith("slow is left out: its workers were slowed") for text in skipped)
+    assert "slow is left out: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "flag", ["--optimizer=adam", "--threads=2", "--data=mnist", "--cluster=nodes=2", "--out=foo"]
+)
+def test_settings_of_a_measurement_are_rejected_with_records(
+    root: Path, capsys: pytest.CaptureFixture[str], flag: str
+) -> None:
+    assert main(["plan", str(root), flag]) == 2
+    name = flag.partition("=")[0]
+    assert f"{name}: only to measure a job, without PATH" in capsys.readouterr().err
+
+
+def test_one_worker_beside_other_strategies_is_no_strategy_of_several(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(root), "--strategy=single,ring", "--workers=1,2"]) == 0
+    out = capsys.readouterr().out
+    assert "no plan for several workers" not in out
+    assert "1 single" in out
+    assert "2 ring" in out
+
+
 def test_held_out_runs_with_other_settings_are_rejected(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -447,6 +499,24 @@ def test_other_processes_during_the_runs_are_noted(root: Path) -> None:
         node |= {"machine_cpu_percent_mean": 90.0, "cpu_percent_mean": 100.0}
     path.write_text(json.dumps(result))
     assert calibrate([str(root)]).other_processes_share == pytest.approx(0.4)
+
+
+def test_a_disturbed_calibration_is_noted_with_its_recommendation(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held_out = write(tmp_path / "more", "four-ring", 4, 64, strategy="ring")
+    for path, note in (
+        (root / "one-16", "of the CPU during the runs: measure again"),
+        (held_out, "of the CPU during the held-out runs: measure again"),
+    ):
+        result = json.loads((path / "result.json").read_text())
+        result["hardware"]["cores_in_machine"] = 2
+        for node in result["nodes"]:
+            node |= {"machine_cpu_percent_mean": 90.0, "cpu_percent_mean": 20.0}
+        (path / "result.json").write_text(json.dumps(result))
+        assert main(["plan", str(root), "--advise", f"--against={tmp_path / 'more'}"]) == 0
+        recommendation, *_ = capsys.readouterr().out.split("\nlenet, batch")
+        assert note in " ".join(recommendation.split())
 
 
 def test_runs_with_an_emulated_slow_worker_are_left_out(root: Path) -> None:

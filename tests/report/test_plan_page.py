@@ -97,3 +97,19 @@ def test_captions_name_bars_only_where_there_are_figures(tmp_path: Path) -> None
     assert "vertical bars" not in text
     text = page(tmp_path, calibration(), "--workers", "2,4", "--strategy", "ring")
     assert text.count("vertical bars") == 1
+
+
+def test_tables_keep_all_digits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of intervals around a millisecond, beside many samples per second."""
+    fast = tuple(
+        replace(each, phases={name: spent / 75 for name, spent in each.phases.items()})
+        for each in calibration().compute
+    )
+    path = tmp_path / "calibration.json"
+    replace(calibration(), compute=fast).write(path)
+    arguments = ["--workers=1,2", "--link=100gbit,100us", "--strategy=parameter_server"]
+    assert main(["plan", str(path), *arguments]) == 0
+    printed = capsys.readouterr().out
+    (row,) = re.findall(r" 1 single .*", printed)
+    assert re.fullmatch(r" 1 single +9\d\d us \(\d{3} to 1,\d{3}\) +[\d,]+ +100% +0%", row)
+    assert max(map(len, printed.splitlines())) <= 80

@@ -32,6 +32,7 @@ MEASURED_FIELDS = (
 )  # fmt: skip
 """Settings of a measured job; workers, batch and number of steps are those of the measurement."""
 MEASURED_STRATEGIES = ("overlap", "ddp", "sharded", "local_sgd")
+MEASURED_ON_ONE_HOST = ("shared",)
 MEASURED_BATCH_SIZE = 64
 PROGRESS_SECONDS = 2.0
 
@@ -156,6 +157,8 @@ def run(arguments: argparse.Namespace) -> int:
     request = _request(arguments)
     for flag, name in (("--json", arguments.json), ("--html", arguments.html)):
         _check_file(flag, name)
+    if arguments.paths:
+        _check_no_measurement(arguments)
     began = time.monotonic()
     paths = arguments.paths or [_measure(arguments, request)]
     seconds = None if arguments.paths else time.monotonic() - began
@@ -228,6 +231,19 @@ def _failures(arguments: argparse.Namespace) -> Failures | None:
     )
 
 
+def _check_no_measurement(arguments: argparse.Namespace) -> None:
+    """Plans from records have the settings of the runs."""
+    given = given_flags(arguments)
+    ignored = [name for name in MEASURED_FIELDS if name in given]
+    ignored += ["out"] if arguments.out else []
+    if ignored:
+        flag = ignored[0].replace("_", "-")
+        raise UsageError(
+            f"--{flag}: only to measure a job, without PATH: plans from records have the settings"
+            " of the runs"
+        )
+
+
 def _measure(arguments: argparse.Namespace, request: Request) -> str:
     """Measure the job in short runs, and return their folder."""
     from paceline.config import cluster_spec, from_mapping
@@ -235,7 +251,7 @@ def _measure(arguments: argparse.Namespace, request: Request) -> str:
 
     if arguments.model is None:
         raise UsageError("plan: give records, or --model NAME to measure it in short runs")
-    strategies = request.strategies or MEASURED_STRATEGIES
+    strategies = [*(request.strategies or MEASURED_STRATEGIES)]
     check_options(strategies, request.options)
     given = given_flags(arguments)
     job = {"model": arguments.model} | {key: given[key] for key in MEASURED_FIELDS if key in given}
@@ -258,6 +274,7 @@ def _measure(arguments: argparse.Namespace, request: Request) -> str:
         strategies,
         out,
         _measured_codecs(request),
+        () if request.strategies else MEASURED_ON_ONE_HOST,
     )
     return str(out)
 

@@ -196,9 +196,8 @@ class MeasuredRun:
         """Phases in which the strategy neither communicates nor leaves work to others."""
         excluded = {"backward"} if self.strategy in OVERLAPPING else set()
         excluded |= {"update"} if self.strategy in UPDATES_ELSEWHERE else set()
-        # NCCL gathers the weights of FSDP during the forward pass. Gloo does it in phase exchange.
-        is_gathered_meanwhile = self.strategy == "fsdp" and self.backend == "nccl"
-        excluded |= {"forward"} if is_gathered_meanwhile else set()
+        # FSDP gathers weights in hooks of both passes.
+        excluded |= {"forward"} if self.strategy == "fsdp" else set()
         return tuple(phase for phase in COMPUTE_PHASES if phase not in excluded)
 
 

@@ -257,9 +257,11 @@ class CollectiveTimes:
                 "`paceline comm --json FILE` of two workers on two hosts, with at least two sizes,"
                 " or give --link",
             )
+        is_in_memory = place.backend == "shm"
+        communicators = " --communicators torch,hierarchical" if is_in_memory else ""
         raise MissingMeasurementError(
             f"the time of collectives on one host ({place.backend})",
-            "`paceline comm --json FILE` of two workers, with at least two sizes",
+            f"`paceline comm{communicators} --json FILE` of two workers, with at least two sizes",
         )
 
     def _of_selected(self, selected: Selected, place: Place) -> RoundTimes:

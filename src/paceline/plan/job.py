@@ -55,7 +55,7 @@ class Job:
     concurrent_slowdown: float = 1.0
     """Of the software of collectives that are in progress at once."""
     launch_seconds: float = 0.0
-    """Of all collectives that start during the backward pass."""
+    """Of all collectives that start during the passes."""
     contention: float = 0.0
     """Slowdown of the backward pass while a collective is in progress: at 0.5, it takes 1.5 times
     as long."""

@@ -52,6 +52,11 @@ COMM = {
 
 COMM_OF_MORE = {**COMM, "sizes": "1k,64k,1m,4m"}
 """Between more than two workers of a host."""
+COMM_IN_MEMORY = {
+    **COMM, "operations": "all_reduce", "algorithms": "library", "communicators": "hierarchical",
+    "sizes": "1k,128k,1m,8m",
+}  # fmt: skip
+"""In shared memory, for shared weights."""
 MOST_SHARING_WORKERS = 16
 """Of one host, that are measured at once."""
 
@@ -118,11 +123,12 @@ def measure_job(
     strategies: Sequence[str],
     out: Path,
     codecs: Sequence[str] = (),
+    on_one_host: Sequence[str] = (),
 ) -> None:
     """Measure a job, given by settings of `paceline train`, in runs below the folder `out`.
 
     Without `cluster`, two workers share this machine, and one worker gets as many threads as each
-    of them.
+    of them. Strategies `on_one_host` are then measured too, unless they cannot train this job.
     """
     machine = hardware()
     threads = from_mapping(settings).threads or max(1, machine["cores"] // 2)
@@ -146,6 +152,11 @@ def measure_job(
             run = open_run(runs.train(out, name, {**base, **own, "iterations": steps}))
             return float(run.iteration_seconds or 0.0)
 
+        def train_two(strategy: str) -> None:
+            _tell(f"measuring {strategy} with two workers")
+            own = {"strategy": strategy, "batch_size": batch_size, **two}
+            train(f"two-workers-{strategy}", run_steps(pilot), **own)
+
         _tell(f"measuring {settings.get('model', 'lenet')} with one worker")
         single = {"strategy": "single", **one}
         pilot = train("pilot", PILOT_STEPS, batch_size=batch_size, **single)
@@ -154,6 +165,7 @@ def measure_job(
             steps = run_steps(pilot * max(batch / batch_size, 0.25))
             train(f"one-worker-{batch}", steps, batch_size=batch, **single)
         shares_host = not cluster and not machine["gpus"]
+        measured = [*strategies]
         at_once = max(1, machine["cores"] // threads)
         """Workers that the cores are enough for."""
         if shares_host:
@@ -163,9 +175,14 @@ def measure_job(
             points = measure_side_by_side(runs, out, share, seconds, most_workers, at_once)
             write_side_by_side(out, str(settings.get("model", "lenet")), points)
         for strategy in strategies:
-            _tell(f"measuring {strategy} with two workers")
-            name = f"two-workers-{strategy}"
-            train(name, run_steps(pilot), strategy=strategy, batch_size=batch_size, **two)
+            train_two(strategy)
+        for strategy in on_one_host if shares_host else ():
+            try:
+                train_two(strategy)
+                measured.append(strategy)
+            except (RunError, UsageError) as error:
+                shutil.rmtree(out / f"two-workers-{strategy}", ignore_errors=True)
+                _tell(f"{strategy} is left out ({error})")
         _tell("measuring when gradients are ready")
         steps = run_steps(pilot, FEWEST_PERIODS)
         train("ready-times", steps, **READY_TIMES, batch_size=batch_size, **two)
@@ -173,11 +190,15 @@ def measure_job(
         machines = {key: base[key] for key in ("threads", "cluster") if key in base} | two
         selection = {**COMM, "codecs": ",".join(codecs)} if codecs else COMM
         runs.comm(out / "comm.json", machines, **selection)
+        if is_memory_shared := shares_host and "shared" in measured:
+            runs.comm(out / "comm-shared.json", machines, **COMM_IN_MEMORY)
         if shares_host:
             for workers in comm_workers(most_workers, at_once):
                 _tell(f"measuring collectives between {workers} workers")
                 machines["nproc_per_node"] = workers
                 runs.comm(out / f"comm-{workers}.json", machines, **COMM_OF_MORE)
+                if is_memory_shared:
+                    runs.comm(out / f"comm-shared-{workers}.json", machines, **COMM_IN_MEMORY)
 
 
 def comm_workers(most_workers: int, at_once: int) -> list[int]:

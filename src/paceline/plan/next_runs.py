@@ -13,7 +13,7 @@ from paceline.analysis.run import Run
 from paceline.errors import NoPredictionError, UsageError
 from paceline.plan.advice import MIN_GAIN, command
 from paceline.plan.calibration import Calibration, MeasuredRun
-from paceline.plan.option_variants import EXACT_STRATEGIES, is_exact, option_variants
+from paceline.plan.option_variants import CANDIDATES, is_exact, option_variants
 from paceline.plan.prediction import Interval, Prediction, Predictor
 from paceline.plan.recorded_job import RecordedJob, why_unplannable
 from paceline.plan.run_calibration import calibrate_runs
@@ -102,9 +102,9 @@ def _candidates(calibration: Calibration, fastest: Target) -> Iterator[Target]:
         else:
             is_spread = fastest.host_count > 1
             hosts = max(1, workers * fastest.host_count // fastest.workers) if is_spread else 1
-        for strategy in EXACT_STRATEGIES:
+        for strategy in CANDIDATES:
             # Only shared weights need shared memory.
-            is_shared = fastest.strategy == "shared"
+            is_shared = "shared" in (strategy, fastest.strategy)
             backend = measured_backend(calibration, strategy) if is_shared else fastest.backend
             target = replace(
                 fastest, strategy=strategy, workers=workers, options={}, hosts=hosts,

@@ -13,7 +13,9 @@ from paceline.strategies.bucket_layout import MIB
 EXACT_STRATEGIES = (
     "overlap", "ddp", "allreduce", "ring", "halving_doubling", "tree", "gather_scatter", "sharded",
 )  # fmt: skip
-"""Candidates unless strategies are given: they compute what one worker computes."""
+"""They compute what one worker computes."""
+CANDIDATES = (*EXACT_STRATEGIES, "shared")
+"""Unless strategies are given. Shared weights are exact, too, but have a plan on one host only."""
 BUCKET_MIB = ("0.25", "1", "8", "32")
 """Bucket sizes to try, besides the default."""
 CODEC_STRATEGIES = (*BUCKET_STRATEGIES, *PRESETS)

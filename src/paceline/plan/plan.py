@@ -13,9 +13,14 @@ from paceline.plan.calibration import Calibration
 from paceline.plan.cluster_simulation import Day, Failures, Racks, simulate_days
 from paceline.plan.codec_cost import without_codec
 from paceline.plan.links import Link
-from paceline.plan.option_variants import EXACT_STRATEGIES, is_exact
+from paceline.plan.option_variants import CANDIDATES, is_exact
 from paceline.plan.prediction import Prediction, Predictor
-from paceline.plan.run_calibration import calibrate, read_measured_runs
+from paceline.plan.run_calibration import (
+    HeldOut,
+    calibrate_records,
+    read_measured_runs,
+    read_records,
+)
 from paceline.plan.sensitivity import Sensitivity, sensitivity
 from paceline.plan.step_simulation import STRATEGIES
 from paceline.plan.strategy_options import check_options, own_options, without_defaults
@@ -56,7 +61,7 @@ class Plan:
     calibration: Calibration
     predictions: list[Prediction]
     skipped: list[str]
-    """Why strategies could not be predicted."""
+    """Why strategies could not be predicted, and runs not be planned from."""
     days: dict[int, Day]
     """Mean of the simulated days, by number of workers."""
     advice: Advice | None = None
@@ -64,6 +69,8 @@ class Plan:
     """Of the recommendation, or of the fastest prediction with several workers."""
     checks: Sequence[Check] = ()
     """Measured runs and their predictions."""
+    held_out_other_processes_share: float | None = None
+    """Of the CPU, that processes besides the worst held-out run used."""
     calibration_seconds: float | None = None
     """What measuring the job took; None for a plan from records."""
 
@@ -103,10 +110,13 @@ def make_plan(
         if name not in STRATEGIES and name != "single":
             raise UsageError(f"--strategy: no plan for {name!r}: {suggest(name, STRATEGIES)}")
     progress("reading the runs")
-    calibration = calibrate(paths, model)
-    held_out = read_measured_runs(request.against, calibration) if request.against else []
-    candidates = [*(request.strategies or EXACT_STRATEGIES)] if request.is_advice_wanted else []
-    check_options([*_strategies(calibration, request), *candidates], request.options)
+    records = read_records(paths)
+    calibration = calibrate_records(records, model)
+    held_out = HeldOut([], None)
+    if request.against:
+        held_out = read_measured_runs(request.against, calibration)
+    candidates = [*(request.strategies or CANDIDATES)] if request.is_advice_wanted else []
+    check_options([*_strategies(calibration, request, 2), *candidates], request.options)
     if not is_exact(request.options):
         # A codec that was asked for is not silently left out.
         candidates = [one for one in candidates if "codec" in own_options(one, request.options)]
@@ -128,10 +138,12 @@ def make_plan(
             targets = [replace(each, options=without_codec(each.options)) for each in targets]
         advice = advise(calibration, targets, request.price_per_worker_hour)
     progress("comparing with measured runs")
-    checks = validate(calibration, held_out)
+    checks = validate(calibration, held_out.runs)
     progress("changing one thing at a time")
     limits = sensitivity(predictor, _to_explain(found, advice))
-    return Plan(calibration, found, skipped, days, advice, limits, checks)
+    skipped += records.notes
+    busy = held_out.other_processes_share
+    return Plan(calibration, found, skipped, days, advice, limits, checks, busy)
 
 
 def _to_explain(found: Sequence[Prediction], advice: Advice | None) -> Target:
@@ -156,7 +168,7 @@ def _predict_all(
         _target(calibration, request, strategy, workers, link)
         for link in links
         for workers in request.workers
-        for strategy in (["single"] if workers == 1 else _strategies(calibration, request))
+        for strategy in _strategies(calibration, request, workers)
     ]
     for number, target in enumerate(targets, 1):
         progress(f"predicting {number} of {len(targets)}")
@@ -171,7 +183,12 @@ def _predict_all(
     return found, list(skipped)
 
 
-def _strategies(calibration: Calibration, request: Request) -> list[str]:
+def _strategies(calibration: Calibration, request: Request, workers: int) -> list[str]:
+    """With several workers, `single` only if it is all that was requested."""
+    if workers == 1:
+        return ["single"]
+    if several := [name for name in request.strategies if name != "single"]:
+        return several
     measured = dict.fromkeys(run.strategy for run in calibration.runs if run.workers > 1)
     return [*request.strategies] or [name for name in measured if name in STRATEGIES] or ["ddp"]
 

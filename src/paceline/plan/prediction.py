@@ -28,7 +28,7 @@ from paceline.plan.corrections import LEAST_CORRECTION, Corrections
 from paceline.plan.host_levels import Level, levels_of
 from paceline.plan.host_sharing import HostSharing
 from paceline.plan.job import Collective, Compute, Job, StepTime
-from paceline.plan.overlap_costs import OverlapCosts, overlap_costs
+from paceline.plan.overlap_costs import OverlapCosts, overlap_costs, phases_with_hooks
 from paceline.plan.step_simulation import (
     BUCKET_STRATEGIES,
     STRATEGIES,
@@ -380,22 +380,30 @@ class Predictor:
         return collective
 
     def _overlap_costs(self, target: Target) -> OverlapCosts:
-        if target.strategy not in BUCKET_STRATEGIES or target.workers == 1:
+        # With NCCL, the passes of FSDP contain its communication.
+        has_hooks = target.strategy in BUCKET_STRATEGIES or (
+            target.strategy == "fsdp" and target.backend != "nccl"
+        )
+        if not has_hooks or target.workers == 1:
             return OverlapCosts()
         key = target.strategy, target.place
         if key not in self._known_overlap_costs:
             self._known_overlap_costs[key] = overlap_costs(
-                self.calibration.runs, target, self._backward_seconds, self._run_deviation
+                self.calibration.runs, target, self._seconds_without_hooks, self._run_deviation
             )
         return self._known_overlap_costs[key]
 
-    def _backward_seconds(self, run: MeasuredRun) -> float:
-        """Of a run, if it did not communicate meanwhile."""
-        ratio = self._compute_ratio(run)
-        if ratio is None:
-            return run.phases["backward"]
-        slowdown = self._host.compute(Target.of(run).workers_per_host)
-        return ratio * slowdown * self._center.compute.at(run.samples).backward
+    def _seconds_without_hooks(self, run: MeasuredRun) -> float:
+        """Of the passes with hooks of a run, if it did not communicate meanwhile."""
+        phases = phases_with_hooks(run.strategy)
+        target = Target.of(run)
+        try:
+            compute = self._center.compute.at(run.samples)
+        except MissingMeasurementError:
+            return math.fsum(run.phases[phase] for phase in phases)
+        ratio = self._compute_ratio(run) or self._compute_factor(target)
+        alone = math.fsum(getattr(compute, phase) for phase in phases)
+        return ratio * self._host.compute(target.workers_per_host) * alone
 
     def _compute_factor(self, target: Target) -> float:
         """Compute time in distributed runs, relative to what the compute points say."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -56,31 +56,55 @@ OPTIMIZER_COPIES = {"adam": 2, "adamw": 2, "muon": 1}
 """Optimizer state relative to the weights; of SGD it depends on the momentum."""
 
 
-def calibrate(paths: Sequence[str], model: str | None = None) -> Calibration:
-    """Read runs, folders of runs, studies, `paceline comm` records or a calibration.
+@dataclass(frozen=True, slots=True)
+class PlanRecords:
+    """What plans are made from, as it is on disk."""
 
-    UsageError if they do not describe one model on one kind of machine; `model` selects one.
-    """
-    runs: list[Run] = []
-    records: list[tuple[str, Mapping[str, Any]]] = []
+    paths: Sequence[str]
+    runs: list[Run]
+    files: list[tuple[str, Mapping[str, Any]]]
+    """Records of `paceline comm`, or a calibration, by name."""
+    notes: list[str]
+    """Runs that cannot be read or planned from, and why."""
+
+
+def read_records(paths: Sequence[str]) -> PlanRecords:
+    """Read runs, folders of runs, studies, `paceline comm` records or a calibration."""
+    found = PlanRecords(paths, [], [], [])
     for path in paths:
         if Path(path).is_file():
-            records.append((path, read_json(Path(path))))
+            found.files.append((path, read_json(Path(path))))
             continue
         collection = collect(path)
-        runs += collection.runs
-        records += [(str(file), read_json(file)) for file in collection.comm]
-    calibrations = [one for one in records if one[1].get("kind") == KIND]
+        found.runs.extend(collection.runs)
+        found.files.extend((str(file), read_json(file)) for file in collection.comm)
+        found.notes.extend(f"{one.name}: {one.reason}" for one in collection.skipped)
+        problems = [(run, why_unplannable(RecordedJob(run))) for run in collection.runs]
+        found.notes.extend(f"{run.id} is left out: {text}" for run, text in problems if text)
+    return found
+
+
+def calibrate(paths: Sequence[str], model: str | None = None) -> Calibration:
+    """As `calibrate_records`, of what is at these paths."""
+    return calibrate_records(read_records(paths), model)
+
+
+def calibrate_records(records: PlanRecords, model: str | None = None) -> Calibration:
+    """UsageError if records do not describe one model on one kind of machine.
+
+    `model` selects one.
+    """
+    calibrations = [one for one in records.files if one[1].get("kind") == KIND]
     if calibrations:
         path, record = calibrations[0]
-        if len(records) > 1 or runs:
+        if len(records.files) > 1 or records.runs:
             raise UsageError(f"{path} is a calibration: give it alone")
         known = Calibration.from_dict(record, path)
         if model not in (None, known.model):
             raise UsageError(f"--model {model}: {path} is a calibration of {known.model}")
         return known
-    found = calibrate_runs([RecordedJob(run) for run in runs], records, model)
-    side_by_side = (read_side_by_side(Path(path), found.model) for path in paths)
+    found = calibrate_runs([RecordedJob(run) for run in records.runs], records.files, model)
+    side_by_side = (read_side_by_side(Path(path), found.model) for path in records.paths)
     return replace(found, side_by_side=next(filter(None, side_by_side), ()))
 
 
@@ -112,9 +136,26 @@ def calibrate_runs(
     return _calibration(jobs, collectives, codecs)
 
 
-def read_measured_runs(paths: Sequence[str], calibration: Calibration) -> list[MeasuredRun]:
-    """Read runs that predictions of the calibration can be compared with."""
-    runs = [RecordedJob(run) for path in paths for run in collect(path).runs]
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """Runs that predictions are compared with."""
+
+    runs: list[MeasuredRun]
+    other_processes_share: float | None
+    """As that of a calibration."""
+
+
+def read_measured_runs(paths: Sequence[str], calibration: Calibration) -> HeldOut:
+    """Read runs that the calibration is not made from."""
+    planned_from = {*calibration.sources}
+    runs = [
+        RecordedJob(run)
+        for path in paths
+        for run in collect(path).runs
+        if str(run.folder.path) not in planned_from
+    ]
+    if paths and not runs:
+        raise UsageError("--against: the plan is made from all of these runs: give others")
     jobs = _jobs(runs, None, "--against: ")
     models = [job.model for job in jobs]
     _check_same([calibration.model, *models], "models", "--against runs of the same model")
@@ -132,11 +173,12 @@ def read_measured_runs(paths: Sequence[str], calibration: Calibration) -> list[M
         texts = [text or "the defaults" for text in both]
         _check_same(texts, "settings", "--against runs with the same settings")
     codecs = plannable_codecs(calibration.codec_timings, calibration.gradients)
-    return [
+    measured = [
         _measured_on_link(job, calibration.links())
         for job in jobs
         if is_modeled(job.run.settings.options, codecs)
     ]
+    return HeldOut(measured, _other_processes_share([job.run for job in jobs]))
 
 
 def _cpu(job: RecordedJob) -> Any:

@@ -154,6 +154,7 @@ def _fsdp(job: Job) -> StepTime:
         _reduce_scatter(job, size).seconds + 2 * _all_gather(job, size).seconds for size in blocks
     )
     compute = job.compute.seconds - job.compute.update * (1 - 1 / job.workers)
+    compute += job.launch_seconds
     link = 1.5 * job.link_bytes("all_reduce", "library", sum(blocks))
     return StepTime(compute + exchange, compute, exchange, 0.0, link)
 

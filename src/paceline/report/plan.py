@@ -19,9 +19,11 @@ from paceline.report.wording.plan import (
     by_place,
     condition_notes,
     configuration,
+    disturbance_notes,
     effect_cells,
     extrapolation_notes,
     limit_text,
+    place_text,
     recommendation_text,
     runner_up_texts,
     step_text,
@@ -36,9 +38,11 @@ MOST_NOTES = 6
 def print_plan(plan: Plan, console: Console | None = None) -> None:
     """Print a table for each link, then what limits a step, and what is extrapolated or missing."""
     console = console or open_console(width=WIDTH)
+    disturbances = [*disturbance_notes(plan)]
     if plan.advice is not None:
-        _print_advice(console, plan.advice)
-    for place, same in by_place(plan.predictions).items():
+        _print_advice(console, plan.advice, disturbances)
+    places = by_place(plan.predictions)
+    for place, same in places.items():
         title = f"\n{plan.calibration.model}, {batch_text(same[0].target)}, {place}"
         console.print(title, style="bold")
         console.print(_table(same))
@@ -47,9 +51,10 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
         console.print(_days_table(plan.days))
     if plan.sensitivity is not None:
         target = plan.sensitivity.target
-        console.print(f"\nWhat limits {configuration(target)}", style="bold")
+        where = f", {place_text(target)}" if len(places) > 1 else ""
+        console.print(f"\nWhat limits {configuration(target)}{where}", style="bold")
         console.print(_sensitivity_table(plan.sensitivity))
-    _print_notes(console, plan)
+    _print_notes(console, plan, [] if plan.advice is not None else disturbances)
 
 
 def _table(predictions: Sequence[Prediction]) -> Table:
@@ -93,11 +98,12 @@ def _sensitivity_table(sensitivity: Sensitivity) -> Table:
     return table
 
 
-def _print_advice(console: Console, advice: Advice) -> None:
+def _print_advice(console: Console, advice: Advice, disturbances: Sequence[str]) -> None:
     console.print("\nRecommendation", style="bold")
     for text in (
         recommendation_text(advice),
         limit_text(advice),
+        *disturbances,
         *runner_up_texts(advice),
         *batch_advice_texts(advice),
     ):
@@ -105,10 +111,10 @@ def _print_advice(console: Console, advice: Advice) -> None:
     console.print(advice.command, soft_wrap=True)
 
 
-def _print_notes(console: Console, plan: Plan) -> None:
+def _print_notes(console: Console, plan: Plan, disturbances: Sequence[str]) -> None:
     lines = [*extrapolation_notes(plan.predictions), *condition_notes(plan)]
     console.print()
-    for text in validation_texts(plan.checks):
+    for text in (*validation_texts(plan.checks), *disturbances):
         console.print(paragraph(text, console))
     for line in lines[:MOST_NOTES]:
         console.print(paragraph(line, console))

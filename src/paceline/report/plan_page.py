@@ -35,6 +35,7 @@ from paceline.report.wording.plan import (
     by_place,
     condition_notes,
     configuration,
+    disturbance_notes,
     effect_cells,
     extrapolation_notes,
     limit_text,
@@ -106,7 +107,7 @@ def _points(plan: Plan) -> Iterator[tuple[str, str]]:
             yield ("" if number else "Batch size"), text
         yield "Command", f"`{plan.advice.command}`"
     if plan.checks:
-        yield "How sure", " ".join(validation_texts(plan.checks))
+        yield "How sure", " ".join([*validation_texts(plan.checks), *disturbance_notes(plan)])
 
 
 def _sections(plan: Plan) -> Iterator[Section]:
@@ -298,7 +299,7 @@ def _days(plan: Plan) -> Table:
 
 
 def _assumptions(plan: Plan) -> Iterator[Block]:
-    notes = list(condition_notes(plan))
+    notes = [*disturbance_notes(plan), *condition_notes(plan)]
     if notes:
         yield BulletList([("", note) for note in notes])
     yield BulletList(LIMITS)

@@ -23,12 +23,12 @@ from paceline.strategies.bucket_layout import FIRST_MIB, MIB
 
 def step_text(interval: Interval, mark: str = "") -> str:
     """Such as "343 ms (320 to 370)", with a mark after the median."""
-    median, low, high = (
-        formatting.short_seconds(each) for each in (interval.median, interval.low, interval.high)
+    median = formatting.short_seconds(interval.median)
+    _, _, unit = median.rpartition(" ")
+    low, high = (
+        formatting.short_seconds(each, unit).removesuffix(f" {unit}")
+        for each in (interval.low, interval.high)
     )
-    unit = f" {median.rpartition(' ')[2]}"
-    if all(text.endswith(unit) for text in (low, high)):
-        low, high = low.removesuffix(unit), high.removesuffix(unit)
     return f"{median}{mark} ({low} to {high})"
 
 
@@ -214,15 +214,22 @@ def extrapolation_notes(predictions: Sequence[Prediction]) -> list[str]:
     ]
 
 
+def disturbance_notes(plan: Plan) -> Iterator[str]:
+    """Runs that other processes slowed, so that predictions are off, or seem to be."""
+    for share, runs in (
+        (plan.calibration.other_processes_share, "runs"),
+        (plan.held_out_other_processes_share, "held-out runs"),
+    ):
+        if share is not None and share >= MIN_CONTENTION_SHARE:
+            yield (
+                f"Other processes used up to {formatting.share(share)} of the CPU during the"
+                f" {runs}: measure again on an idle machine."
+            )
+
+
 def condition_notes(plan: Plan) -> Iterator[str]:
     """What was not measured, or not well."""
     yield from plan.skipped
-    share = plan.calibration.other_processes_share
-    if share is not None and share >= MIN_CONTENTION_SHARE:
-        yield (
-            f"Other processes used up to {formatting.share(share)} of the CPU during the runs:"
-            " measure again on an idle machine."
-        )
     advice, is_script = plan.advice, plan.calibration.script is not None
     is_batch_fixed = advice is None or advice.best.target.scaling == "weak" or is_script
     if advice is not None and advice.batch is None and not is_batch_fixed:
