@@ -143,6 +143,24 @@ def test_rounds_take_as_long_as_those_of_about_as_many_workers(workers: int, fac
         assert exchange == pytest.approx(factor * expected, rel=1e-3)
 
 
+def test_intervals_of_more_workers_than_runs_had_are_wider() -> None:
+    """Whatever was measured with workers that do not compute in between."""
+    known = with_collectives_of(8, 3.0)
+    phases = {"input": 0.0, "forward": 0.0126, "backward": 0.0252, "update": 0.0042}
+
+    def width(workers: int) -> float:
+        exchange = exchange_seconds(known, "ring", workers)
+        run = MeasuredRun(
+            "ring", {}, "gloo", workers, 1, None, 32, 0.042 + exchange,
+            {**phases, "exchange": exchange},
+        )  # fmt: skip
+        predictor = Predictor(replace(known, runs=(run,)))
+        step = predictor.predict(Target("ring", 8, 8 * 32)).step_seconds
+        return (step.high - step.low) / step.median
+
+    assert width(2) > 1.2 * width(8)
+
+
 def test_collectives_of_more_workers_than_were_measured_share_the_cores() -> None:
     known = with_collectives_of(8, 3.0, cores=2)
     expected = 2 * 15 * (0.5e-3 + known.gradient_bytes / 16 / 100e6)

@@ -447,8 +447,14 @@ class Predictor:
         return _spread(ratios, COMMUNICATION_ERROR)
 
     def _distance(self, target: Target) -> float:
-        """From the largest measured number of workers, in doublings: errors grow with it."""
+        """From the largest measured number of workers, in doublings: errors grow with it.
+
+        On one host, of runs only: with workers that compute in between, collectives of more workers
+        take other times than `paceline comm` measures.
+        """
         measured = self._center.collectives.most_workers(target.place)
+        if not target.place.is_across_hosts:
+            measured = max([2, *(run.workers for run in self.calibration.runs if run.hosts == 1)])
         return max(LEAST_DISTANCE, math.log2(target.workers / measured))
 
     @cached_property
