@@ -221,7 +221,9 @@ class RoundTimes:
         small_bytes = min(SMALL_BYTES, rate * SMALL_SECONDS)
         latency, slope, burst = _fit(np.array(sizes), np.array(seconds), small_bytes)
         if slope == 0 or max(sizes) <= small_bytes:
-            slope = max(slope, least_seconds_per_byte, 1 / rate)
+            # Without a message and a link to compare with, the largest size is an upper bound.
+            least = max(least_seconds_per_byte, 1 / rate)
+            slope = max(slope, least) or max(seconds) / max(sizes)
         round_trip = timing.link.round_trip_seconds if timing.link else 0.0
         of_call = 0.0
         if has_call and message_seconds is not None:
