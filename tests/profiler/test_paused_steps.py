@@ -88,6 +88,18 @@ def test_steps_and_samples_are_exact_and_phases_add_up(script: Script) -> None:
     assert batches == [STEPS + 1] * 3
 
 
+def test_batches_in_a_pause_count_for_their_loader(script: Script) -> None:
+    script.batches = loader(STEPS)  # the session knows loaders that were created in it
+    steps = script.train_until_paused()
+    for batches in (3, 5):
+        same_data = DataLoader(script.batches.dataset, batch_size=4)
+        script.train(islice(same_data, batches))
+    assert script.is_paused
+    script.close()
+    loaders = script.session._calls.records()["loaders"]
+    assert [each["batches"] for each in loaders] == [steps, 3, 5]
+
+
 class SlowData(Dataset[Any]):
     """Each tenth sample takes 20 ms."""
 
@@ -323,7 +335,6 @@ def test_the_excess_of_a_long_step_is_where_it_was_measured(
     noted = Noted(
         sum(step.input_seconds for step in steps) + unfinished.input_seconds,
         sum(step.backward_seconds for step in steps) + unfinished.backward_seconds,
-        0,
         0,
         steps,
     )

@@ -195,6 +195,7 @@ def measured_iterator(original: Any, measured: Any, tracker: StepTracker) -> Any
             if paused.is_in_input or paused.is_in_backward:
                 return original(self)
             if id(self.dataset) == paused.dataset_id and torch.is_grad_enabled():
+                tracker.count_paused_batches()
                 paused.is_in_input, paused.input_began = True, perf_counter()
                 try:
                     return original(self)

@@ -39,7 +39,6 @@ class Noted(NamedTuple):
     input_seconds: float
     backward_seconds: float
     """With those of the unfinished step."""
-    batches: int
     samples: int
     steps: Sequence[Measured]
     """Those that ended."""
@@ -52,6 +51,7 @@ class PausedSteps:
         "backward_began",
         "backward_seconds",
         "batches",
+        "counted_seconds",
         "dataset_id",
         "ends",
         "has_batch",
@@ -99,7 +99,12 @@ class PausedSteps:
         """What both were at the ends of steps."""
         self.last_end = self.last_taken = Measured(0.0, 0.0)
         """What both were at the last end, and at the last call of `take`."""
-        self.batches = self.samples = 0
+        self.samples = 0
+        """Since that call."""
+        self.batches = 0
+        """Of the iterator, since they were counted for its loader."""
+        self.counted_seconds = 0.0
+        """What `input_seconds` was then."""
 
     def begin(
         self,
@@ -116,6 +121,7 @@ class PausedSteps:
         self.ends = []
         self.last_end = self.last_taken = Measured(0.0, 0.0)
         self.batches = self.samples = 0
+        self.counted_seconds = 0.0
         self.thread = thread
 
     def end(self) -> None:
@@ -139,7 +145,6 @@ class PausedSteps:
         noted = Noted(
             now.input_seconds - before.input_seconds,
             now.backward_seconds - before.backward_seconds,
-            self.batches,
             self.samples,
             [
                 Measured(
@@ -150,7 +155,7 @@ class PausedSteps:
             ],
         )
         self.last_taken, self.last_end, self.ends = now, ends[-1], []
-        self.batches = self.samples = 0
+        self.samples = 0
         return noted
 
     def add_batch(self, iterator: ref[Any], samples: int, updates: int) -> None:

@@ -524,9 +524,16 @@ class StepTracker:
             paused.backward_began = now
         noted = paused.take()
         self.samples += noted.samples
-        if noted.batches:
-            self.on_batches(paused.iterator, noted.batches, noted.input_seconds)
+        self.count_paused_batches()
         return noted
+
+    def count_paused_batches(self) -> None:
+        """Before the batches of another iterator, whose loader may be another one."""
+        paused = self.paused
+        if paused.batches:
+            seconds = paused.input_seconds - paused.counted_seconds
+            self.on_batches(paused.iterator, paused.batches, seconds)
+        paused.batches, paused.counted_seconds = 0, paused.input_seconds
 
     def stop(self) -> None:
         """Ignore events from now on."""
