@@ -220,20 +220,26 @@ def sum_on_gpu(communicator: Communicator) -> list[float]:
     return tensor.tolist()
 
 
-def policies_of_new_threads(start: Callable[[], object]) -> list[tuple[str, int]]:
-    """Names and scheduling policies of the threads that `start` leaves running, in their order."""
+def policies_of_new_threads(start: Callable[[], object]) -> list[tuple[str, int, int]]:
+    """Names, scheduling policies and nice values of the threads that `start` leaves running, in
+    their order."""
     tasks = Path("/proc/self/task")
     known = {*tasks.iterdir()}
     kept = start()
     new = sorted({*tasks.iterdir()} - known, key=lambda task: int(task.name))
     policies = [
-        ((task / "comm").read_text().strip(), os.sched_getscheduler(int(task.name))) for task in new
+        (
+            (task / "comm").read_text().strip(),
+            os.sched_getscheduler(int(task.name)),
+            os.getpriority(os.PRIO_PROCESS, int(task.name)),
+        )
+        for task in new
     ]
     del kept
     return policies
 
 
-def policies_of_both_groups(communicator: Communicator) -> list[list[tuple[str, int]]]:
+def policies_of_both_groups(communicator: Communicator) -> list[list[tuple[str, int, int]]]:
     """Of the threads of a communicator and of torch's default group."""
     assert isinstance(communicator, TorchCommunicator)
     return [
@@ -246,8 +252,9 @@ def test_polling_threads_of_gloo_preempt_no_other_thread(pool: WorkerPool) -> No
     for polling, *others in pool.run(2, policies_of_both_groups, fresh=True)[0]:
         # Gloo starts it first, and only new versions give it a name.
         assert polling[1] == os.SCHED_BATCH
-        assert {policy for _, policy in others} == {os.SCHED_OTHER}
-        assert "gloo_tcp_loop" not in [name for name, _ in others]
+        assert {policy for _, policy, _ in others} == {os.SCHED_OTHER}
+        assert polling[2] > max(niceness for _, _, niceness in others)
+        assert "gloo_tcp_loop" not in [name for name, *_ in others]
 
 
 def test_a_polling_thread_without_a_name_is_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
