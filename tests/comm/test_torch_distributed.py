@@ -253,7 +253,7 @@ def test_polling_threads_of_gloo_preempt_no_other_thread(pool: WorkerPool) -> No
         # Gloo starts it first, and only new versions give it a name.
         assert polling[1] == os.SCHED_BATCH
         assert {policy for _, policy, _ in others} == {os.SCHED_OTHER}
-        assert polling[2] > max(niceness for _, _, niceness in others)
+        assert {niceness for *_, niceness in others} == {polling[2]}
         assert "gloo_tcp_loop" not in [name for name, *_ in others]
 
 
@@ -261,6 +261,16 @@ def test_a_polling_thread_without_a_name_is_the_first_one(monkeypatch: pytest.Mo
     monkeypatch.setattr(process_groups, "POLLING_THREAD", "unknown")
     polling, *_ = policies_of_new_threads(lambda: create_gloo(HashStore(), 0, 1, "127.0.0.1", 5.0))
     assert polling[1] == os.SCHED_BATCH
+
+
+def test_polling_threads_give_way_on_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_groups, "is_loopback", lambda _: False)
+    polling, *others = policies_of_new_threads(
+        lambda: create_gloo(HashStore(), 0, 1, "127.0.0.1", 5.0)
+    )
+    usual = os.getpriority(os.PRIO_PROCESS, 0)
+    assert polling[2] == min(usual + process_groups.POLLING_NICENESS, 19)
+    assert max(niceness for *_, niceness in others) <= usual
 
 
 def test_a_polling_thread_with_another_policy_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ SUMMABLE_DTYPES = frozenset(
 PRIORITY_BOOST = 10
 """Difference between the nice values of the caller and of communication threads."""
 POLLING_NICENESS = 10
-"""What polling threads add to the nice value of the caller."""
+"""What polling threads of other addresses than loopback add to the nice value of the caller."""
 
 TASKS = Path("/proc/self/task")
 POLLING_THREAD = "gloo_tcp_loop"
@@ -70,10 +70,13 @@ def starting_gloo(address: str) -> Iterator[None]:
 
     A message wakes the polling thread of its receiver. If that preempts a thread that holds the
     lock of a connection, other polling threads use up their time slices until the lock is released.
-    So polling threads wait for a core instead of preempting other threads, and leave it to threads
-    that send or compute. Idle priority would let computation on all cores stop communication.
+    So polling threads wait for a core instead of preempting other threads. Those of emulated nodes
+    that share cores also leave them to threads that send. Idle priority would let computation stop
+    communication, and workers on loopback are slower with any lower priority.
     """
-    others, usual = _threads(), os.getpriority(os.PRIO_PROCESS, 0)
+    others, niceness = _threads(), os.getpriority(os.PRIO_PROCESS, 0)
+    if not is_loopback(address):
+        niceness += POLLING_NICENESS
     with communication_priority(address):
         yield
     # Only Linux has this policy, which needs no permission.
@@ -84,7 +87,7 @@ def starting_gloo(address: str) -> Iterator[None]:
         with suppress(OSError):  # the thread has ended
             if os.sched_getscheduler(polling) == os.SCHED_OTHER:
                 os.sched_setscheduler(polling, policy, os.sched_param(0))
-                os.setpriority(os.PRIO_PROCESS, polling, usual + POLLING_NICENESS)
+                os.setpriority(os.PRIO_PROCESS, polling, niceness)
 
 
 def _polling_threads(started: Sequence[int]) -> Sequence[int]:
