@@ -25,7 +25,9 @@ pytestmark = pytest.mark.timeout(300)
 RECORDED = Path(__file__).parent / "recorded"
 COMPUTING = RECORDED / "emulated_clusters.jsonl"
 COMPUTING_LATER = RECORDED / "out_of_sample.jsonl"
+COMPUTING_LAST = RECORDED / "emulated_clusters_later.jsonl"
 SHARED_CORES = RECORDED / "replayed_two_cores.jsonl"
+REPLAYED_LATER = RECORDED / "replayed_compute_later.jsonl"
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +59,18 @@ def test_predicted_step_times_are_close_to_those_of_recorded_runs(
     assert 0.7 <= found.coverage <= 0.9
 
 
+def test_a_session_after_the_model_was_made_is_predicted_nearly_as_well(accuracy: Any) -> None:
+    """All cells, with calibrations of the session. The tail and the ranks miss the goals."""
+    cases = accuracy.predict(accuracy.Measurements(REPLAYED_LATER), "*")
+    assert len(cases) == 3 * 4 * 3 * 8
+    found = accuracy.Summary.of(cases)
+    assert found.median <= 0.05
+    assert found.tail <= 0.16
+    assert found.rank_correlation >= 0.89
+    assert 0.7 <= found.coverage <= 0.9
+    assert found.median <= accuracy.Summary.of(cases, is_baseline=True).median / 2
+
+
 def test_runs_of_a_later_session_are_predicted_as_well(accuracy: Any) -> None:
     """Of six strategies, on another machine of the same kind. The calibrations are older."""
     cases = accuracy.predict(accuracy.Measurements(accuracy.RECORDED, 3), "*")
@@ -71,7 +85,11 @@ def test_runs_of_a_later_session_are_predicted_as_well(accuracy: Any) -> None:
 
 @pytest.mark.parametrize(
     ("file", "count", "median", "tail"),
-    [(COMPUTING, 288, 0.06, 0.205), (COMPUTING_LATER, 152, 0.07, 0.205)],
+    [
+        (COMPUTING, 288, 0.06, 0.205),
+        (COMPUTING_LATER, 152, 0.07, 0.205),
+        (COMPUTING_LAST, 131, 0.035, 0.245),
+    ],
 )
 def test_nodes_that_compute_and_share_memory_are_predicted_less_well(
     accuracy: Any, file: Path, count: int, median: float, tail: float
@@ -91,9 +109,9 @@ def test_nodes_that_share_two_cores_are_predicted_less_well(accuracy: Any) -> No
     assert len(cases) == 192
     found = accuracy.Summary.of(cases)
     assert found.median <= 0.05
-    assert found.tail <= 0.18
+    assert found.tail <= 0.125
     assert found.rank_correlation >= 0.88
-    assert found.coverage >= 0.64
+    assert found.coverage >= 0.69
     assert found.median <= accuracy.Summary.of(cases, is_baseline=True).median / 2
 
 
