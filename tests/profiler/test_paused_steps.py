@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from paceline.measure.phase_clock import PhaseClock
 from paceline.profiler import FACTOR_VARIABLE
@@ -91,13 +91,27 @@ def test_steps_and_samples_are_exact_and_phases_add_up(script: Script) -> None:
 def test_batches_in_a_pause_count_for_their_loader(script: Script) -> None:
     script.batches = loader(STEPS)  # the session knows loaders that were created in it
     steps = script.train_until_paused()
-    for batches in (3, 5):
-        same_data = DataLoader(script.batches.dataset, batch_size=4)
-        script.train(islice(same_data, batches))
+    data = script.batches.dataset
+    slow = DataLoader(data, batch_size=4, collate_fn=slowly)
+    script.train(islice(slow, 3))
+    # Two in turns.
+    first, second = iter(DataLoader(data, batch_size=4)), iter(DataLoader(data, batch_size=4))
+    for batches in (first, first, second, first, second):
+        script.train(islice(batches, 1))
     assert script.is_paused
     script.close()
     loaders = script.session._calls.records()["loaders"]
-    assert [each["batches"] for each in loaders] == [steps, 3, 5]
+    assert [each["batches"] for each in loaders] == [steps, 3, 3, 2]
+    assert loaders[1]["seconds"] >= 3 * SLOW_SECONDS
+    assert loaders[2]["seconds"] + loaders[3]["seconds"] < SLOW_SECONDS
+
+
+SLOW_SECONDS = 0.1
+
+
+def slowly(samples: Any) -> Any:
+    time.sleep(SLOW_SECONDS)
+    return default_collate(samples)
 
 
 class SlowData(Dataset[Any]):

@@ -150,6 +150,8 @@ def measured_input(original: Any, tracker: StepTracker, count: Callable[[object]
             if paused.is_in_input or paused.is_in_backward:
                 return original(self)
             if torch.is_grad_enabled() and paused.is_usual(self, events.updates):
+                if ref(self) is not paused.iterator:
+                    tracker.count_paused_batches()
                 paused.is_in_input, paused.input_began = True, perf_counter()
                 samples = None
                 try:

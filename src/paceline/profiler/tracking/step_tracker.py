@@ -533,7 +533,7 @@ class StepTracker:
         if paused.batches:
             seconds = paused.input_seconds - paused.counted_seconds
             self.on_batches(paused.iterator, paused.batches, seconds)
-        paused.batches, paused.counted_seconds = 0, paused.input_seconds
+            paused.batches, paused.counted_seconds = 0, paused.input_seconds
 
     def stop(self) -> None:
         """Ignore events from now on."""
