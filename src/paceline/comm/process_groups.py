@@ -35,7 +35,7 @@ SUMMABLE_DTYPES = frozenset(
 """Dtypes that both gloo and NCCL can sum."""
 
 PRIORITY_BOOST = 10
-"""Difference between the nice values of the caller and of communication threads."""
+"""Difference between the nice values of the caller and of threads that send."""
 POLLING_NICENESS = 10
 """What polling threads of other addresses than loopback add to the nice value of the caller."""
 
@@ -66,25 +66,26 @@ def create_gloo(
 
 @contextmanager
 def starting_gloo(address: str) -> Iterator[None]:
-    """Set the priority of threads that gloo starts in this block, and the policy of one that polls.
+    """Set the priority of threads that gloo starts in this block, and the policy of polling ones.
 
     A message wakes the polling thread of its receiver. If that preempts a thread that holds the
     lock of a connection, other polling threads use up their time slices until the lock is released.
-    So polling threads wait for a core instead of preempting other threads. Those of emulated nodes
-    that share cores also leave them to threads that send. Idle priority would let computation stop
-    communication, and workers on loopback are slower with any lower priority.
+    So polling threads wait for a core instead of preempting other threads. Except on loopback, they
+    also have a lower priority than threads that send or compute, which helps nodes that share
+    cores. Idle priority would let computation stop communication.
     """
-    others, niceness = _threads(), os.getpriority(os.PRIO_PROCESS, 0)
-    if not is_loopback(address):
-        niceness += POLLING_NICENESS
+    others = _threads()
     with communication_priority(address):
         yield
     # Only Linux has this policy, which needs no permission.
     policy = getattr(os, "SCHED_BATCH", None)
     if policy is None:
         return
+    niceness = os.getpriority(os.PRIO_PROCESS, 0)
+    if not is_loopback(address):
+        niceness += POLLING_NICENESS
     for polling in _polling_threads(sorted(_threads() - others)):
-        with suppress(OSError):  # the thread has ended
+        with suppress(OSError):  # the thread has ended, or has a lower priority already
             if os.sched_getscheduler(polling) == os.SCHED_OTHER:
                 os.sched_setscheduler(polling, policy, os.sched_param(0))
                 os.setpriority(os.PRIO_PROCESS, polling, niceness)
@@ -109,9 +110,8 @@ def _threads() -> set[int]:
 def communication_priority(address: str) -> AbstractContextManager[None]:
     """Priority of threads that use the connections of `address`.
 
-    Gloo's threads are started with it, and other threads need it while they start a message: gloo
-    polls a connection as long as another thread has its lock, and if nodes share cores, a poll of
-    higher priority keeps that thread from releasing it.
+    Gloo's threads are started with it, and other threads need it while they start a message: a
+    thread of higher priority would keep one that has the lock of a connection from releasing it.
     """
     # Loopback has no link to keep busy, so a higher priority would only interrupt computation.
     return nullcontext() if is_loopback(address) else high_priority()
