@@ -60,7 +60,7 @@ def test_predicted_step_times_are_close_to_those_of_recorded_runs(
 
 
 def test_a_session_after_the_model_was_made_is_predicted_nearly_as_well(accuracy: Any) -> None:
-    """All cells, with calibrations of the session. The tail and the ranks miss the goals."""
+    """Session 4: all cells, with its calibrations. The tail and the ranks miss the goals."""
     cases = accuracy.predict(accuracy.Measurements(REPLAYED_LATER), "*")
     assert len(cases) == 3 * 4 * 3 * 8
     found = accuracy.Summary.of(cases)
@@ -71,7 +71,7 @@ def test_a_session_after_the_model_was_made_is_predicted_nearly_as_well(accuracy
     assert found.median <= accuracy.Summary.of(cases, is_baseline=True).median / 2
 
 
-def test_runs_of_a_later_session_are_predicted_as_well(accuracy: Any) -> None:
+def test_runs_of_session_3_are_predicted_as_well(accuracy: Any) -> None:
     """Of six strategies, on another machine of the same kind. The calibrations are older."""
     cases = accuracy.predict(accuracy.Measurements(accuracy.RECORDED, 3), "*")
     assert len({case.name.split("/")[3] for case in cases}) == 6
